@@ -1,0 +1,1 @@
+"""h3store: torch tensors larger than memory, and a long-context decoder on top."""

@@ -1,0 +1,46 @@
+"""Byte sizes as people write them. Owns parsing and printing of sizes; imports nothing of ours but the error tree."""
+
+from __future__ import annotations
+
+import re
+
+from h3store.errors import UsageError
+
+KiB = 1024
+MiB = 1024**2
+GiB = 1024**3
+_UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1024**4,
+          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": KiB, "m": MiB, "g": GiB, "t": 1024**4}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, what: str = "size") -> int:
+    """Returns a size in bytes.
+
+    Args:
+        value: an int of bytes, or text such as "64MiB", "1.5GiB", "200MB" (KiB, MiB, GiB are powers of two; KB, MB, GB
+            of ten; a bare K, M, G means the power of two).
+        what: the name that an error message gives the value.
+
+    Raises:
+        UsageError: not a size, or negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise UsageError(f"{what}: {value} is negative; give a number of bytes or a text such as \"64MiB\"")
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"{what}: {value!r} is not a size; give a number of bytes or a text such as \"64MiB\"")
+    return int(float(match.group(1)) * unit)
+
+
+def format_bytes(count: int) -> str:
+    """Returns a size for people, in powers of two: 1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
