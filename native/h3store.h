@@ -141,7 +141,8 @@ long h3_fault_fired(int kind);
 enum h3_delivery {
   H3_DELIVERY_AUTO = 0,
   H3_DELIVERY_SIGNAL = 1,  /* userfaultfd, SIGBUS in the faulting thread, UFFDIO_MOVE or COPY */
-  H3_DELIVERY_DISPATCH = 2 /* no userfaultfd: page protection; operands made resident before an op, SIGSEGV for the rest */
+  H3_DELIVERY_DISPATCH = 2, /* no userfaultfd: page protection; operands made resident before an op, SIGSEGV for the rest */
+  H3_DELIVERY_SIGNAL_COPY = 3 /* as SIGNAL on a kernel without UFFDIO_MOVE */
 };
 typedef struct h3_pager h3_pager;
 typedef struct h3_range h3_range;
@@ -160,6 +161,7 @@ typedef struct h3_range_config {
   h3_file *file;          /* source of chunks and sink of dirty blocks; NULL: every block starts as zeros, no write back */
   const h3_chunk *chunks; /* one per block of bytes, copied; NULL: all zero */
   h3_range *base;         /* for H3_DELTA_BASE: range of the base tensor, kept alive by the caller; or NULL */
+  const char *label;      /* copied, at most 255 bytes: how messages name the range; or NULL */
 } h3_range_config;
 typedef struct h3_pager_stats {
   uint64_t budget_bytes, resident_bytes, peak_resident_bytes, pinned_bytes;

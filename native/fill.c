@@ -1,0 +1,123 @@
+/* Bringing blocks in: read, decode into a slot, place whole. Runs in fault handlers: async-signal-safe throughout.
+ * Owns the block (FILLING) while it works; takes pager->lock only for lists and counters. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+
+#include "internal.h"
+#include "pager.h"
+
+h3_context *h3_context_acquire(h3_pager *pager) {
+  for (;;) {
+    uint32_t mask = atomic_load(&pager->free_contexts);
+    while (mask) {
+      const int index = __builtin_ctz(mask);
+      if (atomic_compare_exchange_weak(&pager->free_contexts, &mask, mask & ~(1u << index))) return &pager->contexts[index];
+    }
+    h3_futex_wait(&pager->free_contexts, 0);
+  }
+}
+
+void h3_context_release(h3_pager *pager, h3_context *context) {
+  const uint32_t bit = 1u << (context - pager->contexts);
+  if (atomic_fetch_or(&pager->free_contexts, bit) == 0) h3_futex_wake(&pager->free_contexts, 1);
+}
+
+/* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */
+int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth) {
+  const uint32_t raw_bytes = h3_raw_bytes(range, block);
+  if (chunk->stored_bytes == 0 && chunk->filter == H3_FILTER_RAW) { /* never written */
+    memset(raw, 0, raw_bytes);
+    return H3_OK;
+  }
+  const char *base = NULL;
+  if (chunk->delta == H3_DELTA_BASE) {
+    if (!range->base || depth >= H3_MAX_BASE_DEPTH) return H3_E_INVALID;
+    if (h3_raw_bytes(range->base, block) != raw_bytes) return H3_E_CORRUPT;
+    const int status =
+        h3_chunk_load(context, range->base, block, &range->base->blocks[block].chunk, context->base[depth], depth + 1);
+    if (status < 0) return status;
+    base = context->base[depth];
+  }
+  if (chunk->stored_bytes > raw_bytes) return H3_E_CORRUPT;
+  if (chunk->stored_bytes) {
+    const int status = h3_file_read(range->file, chunk->offset, context->stored, chunk->stored_bytes);
+    if (status < 0) return status;
+  }
+  atomic_fetch_add_explicit(&range->pager->bytes_read, chunk->stored_bytes, memory_order_relaxed);
+  atomic_fetch_add_explicit(&range->pager->bytes_decoded, raw_bytes, memory_order_relaxed);
+  return h3_chunk_decode(context->codec, &range->spec, chunk, context->stored, base, raw, raw_bytes);
+}
+
+/* Leaves FILLING or EVICTING: the new state, with flags set or cleared, wakes who waits. */
+void h3_block_settle(h3_block *block, uint32_t state, uint32_t set) {
+  uint32_t seen = atomic_load(&block->word);
+  const uint32_t keep = H3_FORCE_DIRTY | (state == H3_ABSENT ? 0 : H3_QUARANTINE);
+  while (!atomic_compare_exchange_weak(&block->word, &seen, (seen & keep) | state | set)) {
+  }
+  if (seen & H3_WAITERS) h3_futex_wake(&block->word, INT32_MAX);
+}
+
+static int fill(h3_range *range, uint64_t index, int pin) {
+  h3_pager *pager = range->pager;
+  h3_block *block = &range->blocks[index];
+  const uint64_t span = (uint64_t)h3_pages_of(range, index) * H3_PAGE;
+  const uint32_t raw_bytes = h3_raw_bytes(range, index);
+  uint32_t slot = H3_NO_SLOT;
+  int status = h3_slot_acquire(pager, h3_class_of(range, index), &slot);
+  if (status < 0) return status;
+  h3_context *context = h3_context_acquire(pager);
+  char *raw = pager->mode == H3_MODE_COPY ? context->copy : pager->slots[slot].address;
+  status = h3_chunk_load(context, range, index, &block->chunk, raw, 0);
+  if (status == H3_OK) {
+    memset(raw + raw_bytes, 0, span - raw_bytes);
+    status = h3_block_place(range, index, raw);
+  }
+  h3_context_release(pager, context);
+  if (status < 0) {
+    h3_slot_release(pager, slot, pager->mode != H3_MODE_COPY);
+    return status;
+  }
+  h3_lock_acquire(&pager->lock);
+  pager->slots[slot].range = range;
+  pager->slots[slot].block = index;
+  block->slot = slot;
+  h3_list_push(pager, h3_list_of(pager, range), slot);
+  pager->in_flight--;
+  h3_block_settle(block, H3_RESIDENT, pin ? H3_ONE_PIN : 0);
+  h3_lock_release(&pager->lock);
+  atomic_fetch_add(&range->resident, (uint64_t)pager->slots[slot].pages * H3_PAGE);
+  atomic_fetch_add(&pager->fills, 1);
+  atomic_fetch_add(&pager->event, 1);
+  h3_futex_wake(&pager->event, INT32_MAX);
+  return H3_OK;
+}
+
+int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
+  h3_block *block = &range->blocks[index];
+  uint32_t seen = atomic_load(&block->word);
+  for (;;) {
+    const uint32_t state = seen & H3_STATE_MASK;
+    if (state == H3_RESIDENT) {
+      if (!pin || atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return H3_OK;
+    } else if (state == H3_ABSENT) {
+      if (!atomic_compare_exchange_weak(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) continue;
+      if (why == H3_WHY_PREFETCH) atomic_fetch_add(&range->pager->prefetches, 1);
+      const int status = fill(range, index, pin);
+      if (status < 0) {
+        atomic_fetch_add(&range->pager->errors, 1);
+        h3_block_settle(block, H3_ABSENT, 0);
+      }
+      return status;
+    } else {
+      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
+      atomic_fetch_add(&range->pager->waits, 1);
+      h3_futex_wait(&block->word, seen | H3_WAITERS);
+      seen = atomic_load(&block->word);
+    }
+  }
+}
+
+void h3_block_unpin(h3_range *range, uint64_t index) {
+  atomic_fetch_sub(&range->blocks[index].word, (uint32_t)H3_ONE_PIN);
+}

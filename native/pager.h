@@ -1,0 +1,175 @@
+/* Inside of the pager: structures, page states, lock order. Nothing outside native/ includes this.
+ *
+ * Locks, in the order they may be taken:
+ *   1. h3_registry_lock    the list of pagers, the list of a pager's ranges (create, destroy, fork)
+ *   2. range->flush_lock   one flush or resize of a range at a time
+ *   3. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
+ * A block's word and a context are not locks to be nested: a thread owns at most one block (FILLING or EVICTING) that it
+ * was asked for plus one victim, never waits for a block while it owns one, and waits for a context owning no other.
+ *
+ * Block states and who may move them (one atomic word per block):
+ *   ABSENT   -> FILLING   any toucher, by compare-and-swap; it now owns the block
+ *   FILLING  -> RESIDENT  the owner, after the pages are placed whole
+ *   FILLING  -> ABSENT    the owner, on error
+ *   RESIDENT -> EVICTING  an evictor, only with no pins, by compare-and-swap
+ *   EVICTING -> ABSENT    the owner, after changed bytes are safe in the file
+ *   EVICTING -> RESIDENT  the owner, when they could not be saved
+ */
+#ifndef H3_PAGER_H
+#define H3_PAGER_H
+#include "h3store.h"
+#include "lock.h"
+
+enum { H3_PAGE = 4096, H3_GRANULE_SHIFT = 21, H3_CLASSES = H3_MAX_CHUNK / H3_PAGE + 1, H3_MAX_CONTEXTS = 32 };
+#define H3_NO_SLOT UINT32_MAX
+
+/* Block word: state in the low bits, flags, pin count from bit 8 up. */
+enum {
+  H3_ABSENT = 0,
+  H3_FILLING = 1,
+  H3_RESIDENT = 2,
+  H3_EVICTING = 3,
+  H3_STATE_MASK = 3,
+  H3_FORCE_DIRTY = 4, /* write back whatever the hash says: the block's length changed */
+  H3_QUARANTINE = 8,  /* zeros given in place of a block that could not be read; never written back */
+  H3_WAITERS = 16,
+  H3_DISCARD = 32, /* leaves without being saved: its range is going, or its bytes are past the new end */
+  H3_ONE_PIN = 256
+};
+
+typedef struct h3_block {
+  _Atomic uint32_t word;
+  uint32_t slot;
+  h3_chunk chunk; /* stored_bytes 0 with filter RAW: never written, all zero */
+} h3_block;
+
+typedef struct h3_slot {
+  char *address;
+  h3_range *range; /* owner while its block is resident */
+  uint64_t block;
+  uint32_t pages;
+  uint32_t prev, next; /* eviction list, or free list through next */
+} h3_slot;
+
+typedef struct h3_context {
+  h3_codec *codec;
+  char *stored;                     /* encoded bytes, H3_MAX_CHUNK + a page */
+  char *copy;                       /* raw bytes of one block */
+  char *base[H3_MAX_BASE_DEPTH];    /* raw bytes of base chunks */
+} h3_context;
+
+typedef struct h3_list {
+  uint32_t head, tail;
+  uint64_t bytes, count;
+} h3_list;
+
+enum { H3_MODE_MOVE = 0, H3_MODE_COPY = 1, H3_MODE_PROTECT = 2 };
+
+struct h3_pager {
+  h3_pager *next; /* registry */
+  int mode, delivery, uffd;
+  uint64_t budget;
+  char *arena;
+  uint64_t arena_bytes;
+  h3_range *ranges;
+  int forked; /* in a child: reads only, the file's tail belongs to the parent */
+  h3_lock lock; /* guards from here to contexts */
+  uint64_t arena_used;
+  h3_slot *slots;
+  uint32_t n_slots, max_slots, live_slots, live_limit;
+  uint32_t warm[H3_CLASSES]; /* free slots that hold pages */
+  uint32_t cold[H3_CLASSES]; /* free slots without pages */
+  h3_list fifo, cyclic;
+  uint64_t charged, peak, pinned; /* pinned: bytes held by h3_range_pin */
+  uint32_t in_flight;       /* slots held by fills and evictions under way */
+  _Atomic uint32_t kernel_pins; /* holds by address, which end soon */
+  _Atomic uint32_t event;       /* bumped when a slot comes free or a block gets evictable */
+  h3_context contexts[H3_MAX_CONTEXTS];
+  int n_contexts;
+  _Atomic uint32_t free_contexts; /* bit set */
+  _Atomic uint64_t faults, fills, prefetches, evictions, write_backs, waits, bytes_read, bytes_written, bytes_decoded,
+      bytes_encoded, move_fallbacks, errors;
+};
+
+struct h3_range {
+  h3_range *next; /* of the pager */
+  h3_pager *pager;
+  char *address;
+  uint64_t capacity, n_blocks_capacity;
+  _Atomic uint64_t bytes;
+  uint32_t block_bytes;
+  int writable, cyclic;
+  int unsaved; /* changes could not be saved before a fork */
+  h3_spec spec;
+  h3_file *file;
+  h3_range *base;
+  h3_block *blocks;
+  _Atomic uint64_t resident;
+  _Atomic int error; /* first failed fill not yet taken */
+  _Atomic uint64_t error_block, quarantined;
+  h3_lock flush_lock;
+  char label[256];
+};
+
+/* region.c: address space, lookup, slots */
+int h3_map_reserve(uint64_t bytes, int protection, char **out);
+void h3_map_set(char *address, uint64_t bytes, h3_range *range);
+h3_range *h3_map_find(const void *address);
+int h3_map_init(void);
+uint32_t h3_pages_of(const h3_range *range, uint64_t block); /* pages the block's data takes */
+uint32_t h3_raw_bytes(const h3_range *range, uint64_t block);
+uint32_t h3_class_of(const h3_range *range, uint64_t block);
+uint64_t h3_block_count(const h3_range *range);
+void h3_list_push(h3_pager *pager, h3_list *list, uint32_t slot);
+void h3_list_remove(h3_pager *pager, h3_list *list, uint32_t slot);
+h3_list *h3_list_of(h3_pager *pager, const h3_range *range);
+/* A free slot of `pages`, evicting as the budget asks. H3_E_BUDGET, or what a write back met. */
+int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out);
+void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
+
+/* deliver.c: how pages enter and leave, and who hears of a fault */
+int h3_uffd_open(int want_sigbus, uint64_t *features, int *error);
+int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes);
+int h3_slot_materialise(h3_pager *pager, char *address, uint64_t bytes);
+void h3_slot_discard(h3_pager *pager, char *address, uint64_t bytes);
+int h3_block_place(h3_range *range, uint64_t block, char *from);             /* from: where the block was decoded */
+int h3_block_take(h3_range *range, uint64_t block, char *slot, char **data); /* data: stable bytes, ours alone */
+int h3_block_untake(h3_range *range, uint64_t block, char *slot);
+void h3_block_taken(h3_range *range, uint64_t block);                       /* after take, when the block stays out */
+int h3_block_place_zero(h3_range *range, uint64_t block);
+void h3_block_discard(h3_range *range, uint64_t block);
+
+/* fill.c */
+enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1 };
+int h3_block_acquire(h3_range *range, uint64_t block, int pin, int why);
+void h3_block_unpin(h3_range *range, uint64_t block);
+void h3_block_settle(h3_block *block, uint32_t state, uint32_t set);
+h3_context *h3_context_acquire(h3_pager *pager);
+void h3_context_release(h3_pager *pager, h3_context *context);
+int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth);
+
+/* evict.c */
+/* The slot's block is EVICTING and off its list; on H3_OK the slot is free and holds pages. */
+int h3_evict(h3_pager *pager, uint32_t slot);
+/* Encodes raw and appends it to file; chunk gets the new entry. */
+int h3_block_save(h3_range *range, uint64_t block, const char *raw, const h3_spec *spec, h3_file *file,
+                  h3_context *context, h3_chunk *chunk);
+int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes);
+
+/* signals.c */
+int h3_signals_needed(int signal_number);
+
+/* fork.c */
+int h3_fork_install(void);
+extern h3_lock h3_registry_lock;
+extern h3_pager *h3_registry;
+
+/* pager.c */
+void h3_slots_reset(h3_pager *pager);
+int h3_pager_attach(h3_pager *pager); /* descriptor, arena and registration; also in a forked child */
+typedef struct h3_sigmask {
+  unsigned char bytes[128];
+} h3_sigmask;
+void h3_signals_block(h3_sigmask *saved);
+void h3_signals_restore(const h3_sigmask *saved);
+#endif

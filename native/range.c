@@ -1,0 +1,411 @@
+/* Ranges: create and destroy, prefetch, hold, save, resize. Ordinary context, signals masked as in pager.c. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "internal.h"
+#include "pager.h"
+
+static uint64_t table_bytes(const h3_range *range) { return range->n_blocks_capacity * sizeof(h3_block); }
+
+static int config_check(const h3_pager *pager, const h3_range_config *config) {
+  const uint32_t block = config->block_bytes;
+  if (block < H3_MIN_CHUNK || block > H3_MAX_CHUNK || block % H3_PAGE) return H3_E_INVALID;
+  if (config->capacity_bytes < config->bytes || config->capacity_bytes >> 46) return H3_E_INVALID;
+  if ((config->writable || config->chunks) && !config->file) return H3_E_INVALID;
+  if (config->base && (config->base->pager != pager || config->base->block_bytes != block)) return H3_E_INVALID;
+  return block > pager->budget ? H3_E_BUDGET : H3_OK;
+}
+
+int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **out) {
+  *out = NULL;
+  int status = config_check(pager, config);
+  if (status < 0) return status;
+  h3_range *range = h3_fault_hit(H3_FAULT_ALLOC) ? NULL : calloc(1, sizeof *range);
+  if (!range) return H3_E_NOMEM;
+  const uint64_t granule = 1ull << H3_GRANULE_SHIFT;
+  range->pager = pager;
+  range->capacity = (config->capacity_bytes + granule) & ~(granule - 1);
+  range->bytes = config->bytes;
+  range->block_bytes = config->block_bytes;
+  range->writable = config->writable;
+  range->cyclic = config->cyclic;
+  range->spec = config->spec;
+  range->file = config->file;
+  range->base = config->base;
+  if (config->label) strncpy(range->label, config->label, sizeof range->label - 1);
+  range->n_blocks_capacity = range->capacity / range->block_bytes + 1;
+  range->blocks = mmap(NULL, table_bytes(range), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range->blocks == MAP_FAILED) {
+    free(range);
+    return h3_set_errno(H3_E_NOMEM, errno);
+  }
+  if (config->chunks)
+    for (uint64_t i = 0, n = h3_block_count(range); i < n; i++) range->blocks[i].chunk = config->chunks[i];
+  const int protection = pager->mode == H3_MODE_PROTECT ? PROT_NONE : PROT_READ | PROT_WRITE;
+  status = h3_map_reserve(range->capacity, protection, &range->address);
+  if (status < 0) goto out;
+  status = h3_deliver_register(pager, range->address, range->capacity);
+  if (status < 0) goto out;
+  h3_map_set(range->address, range->capacity, range);
+  h3_lock_acquire(&h3_registry_lock);
+  range->next = pager->ranges;
+  pager->ranges = range;
+  h3_lock_release(&h3_registry_lock);
+  *out = range;
+out:
+  if (status < 0) {
+    if (range->address) munmap(range->address, range->capacity);
+    munmap(range->blocks, table_bytes(range));
+    free(range);
+  }
+  return status;
+}
+
+/* Takes a resident block out of the list as its owner (EVICTING). 0 if it is not resident, or pinned. Waits for others
+ * that fill or evict it. */
+static int own(h3_range *range, uint64_t index) {
+  h3_pager *pager = range->pager;
+  h3_block *block = &range->blocks[index];
+  uint32_t seen = atomic_load(&block->word);
+  for (;;) {
+    const uint32_t state = seen & H3_STATE_MASK;
+    if (state == H3_ABSENT || seen >= H3_ONE_PIN) return 0;
+    if (state == H3_RESIDENT) {
+      h3_lock_acquire(&pager->lock);
+      const int won = atomic_compare_exchange_strong(&block->word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING);
+      if (won) {
+        if (block->slot != H3_NO_SLOT) h3_list_remove(pager, h3_list_of(pager, range), block->slot);
+        pager->in_flight++;
+      }
+      h3_lock_release(&pager->lock);
+      if (won) return 1;
+    } else {
+      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
+      h3_futex_wait(&block->word, seen | H3_WAITERS);
+      seen = atomic_load(&block->word);
+    }
+  }
+}
+
+/* A quarantined block has no slot: its zeros are the kernel's. */
+static void quarantine_drop(h3_range *range, uint64_t index) {
+  h3_block_discard(range, index);
+  atomic_fetch_sub(&range->quarantined, 1);
+  atomic_fetch_and(&range->blocks[index].word, ~(uint32_t)H3_QUARANTINE);
+  h3_lock_acquire(&range->pager->lock);
+  range->pager->in_flight--;
+  h3_lock_release(&range->pager->lock);
+  h3_block_settle(&range->blocks[index], H3_ABSENT, 0);
+}
+
+static int drop(h3_range *range, uint64_t index, int save) {
+  h3_pager *pager = range->pager;
+  if (!own(range, index)) return H3_OK;
+  if (atomic_load(&range->blocks[index].word) & H3_QUARANTINE) {
+    quarantine_drop(range, index);
+    return H3_OK;
+  }
+  const uint32_t slot = range->blocks[index].slot;
+  if (!save) atomic_fetch_or(&range->blocks[index].word, (uint32_t)H3_DISCARD);
+  const int status = h3_evict(pager, slot);
+  if (status == H3_OK) h3_slot_release(pager, slot, pager->mode != H3_MODE_COPY);
+  return status;
+}
+
+void h3_range_destroy(h3_range *range) {
+  h3_pager *pager = range->pager;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  range->writable = 0;
+  for (uint64_t i = 0; i < range->n_blocks_capacity; i++) {
+    uint32_t word = atomic_load(&range->blocks[i].word);
+    if (word == 0) continue;
+    while (word >= H3_ONE_PIN && !atomic_compare_exchange_weak(&range->blocks[i].word, &word, word & (H3_ONE_PIN - 1))) {
+    }
+    while (drop(range, i, 0) < 0) usleep(1000);
+  }
+  h3_lock_acquire(&h3_registry_lock);
+  for (h3_range **link = &pager->ranges; *link; link = &(*link)->next)
+    if (*link == range) {
+      *link = range->next;
+      break;
+    }
+  h3_lock_release(&h3_registry_lock);
+  h3_map_set(range->address, range->capacity, NULL);
+  munmap(range->address, range->capacity);
+  munmap(range->blocks, table_bytes(range));
+  free(range);
+  h3_signals_restore(&saved);
+}
+
+void *h3_range_address(const h3_range *range) { return range->address; }
+uint64_t h3_range_resident_bytes(h3_range *range) { return atomic_load(&range->resident); }
+
+/* First and one-past-last block of a byte span; H3_E_INVALID when it leaves the data. */
+static int span(const h3_range *range, uint64_t offset, uint64_t bytes, uint64_t *first, uint64_t *end) {
+  if (offset > range->bytes || bytes > range->bytes - offset) return H3_E_INVALID;
+  *first = offset / range->block_bytes;
+  *end = bytes ? (offset + bytes - 1) / range->block_bytes + 1 : *first;
+  return H3_OK;
+}
+
+int h3_range_prefetch(h3_range *range, uint64_t offset, uint64_t bytes, uint64_t *done) {
+  uint64_t first, end;
+  *done = 0;
+  int status = span(range, offset, bytes, &first, &end);
+  h3_pager *pager = range->pager;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  const uint64_t room = pager->budget > pager->pinned ? pager->budget - pager->pinned : 0;
+  for (uint64_t i = first; status == H3_OK && i < end; i++) {
+    const uint64_t block = (uint64_t)h3_class_of(range, i) * H3_PAGE;
+    if (*done + block > room) break;
+    status = h3_block_acquire(range, i, 0, H3_WHY_PREFETCH);
+    if (status == H3_OK) *done += block;
+  }
+  h3_signals_restore(&saved);
+  if (*done > bytes) *done = bytes;
+  return status;
+}
+
+static void unpin_blocks(h3_range *range, uint64_t first, uint64_t end) {
+  uint64_t freed = 0;
+  for (uint64_t i = first; i < end; i++) {
+    freed += (uint64_t)h3_class_of(range, i) * H3_PAGE;
+    h3_block_unpin(range, i);
+  }
+  h3_lock_acquire(&range->pager->lock);
+  range->pager->pinned -= freed;
+  h3_lock_release(&range->pager->lock);
+}
+
+int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes) {
+  h3_pager *pager = range->pager;
+  uint64_t first, end, want = 0;
+  int status = span(range, offset, bytes, &first, &end);
+  if (status < 0) return status;
+  for (uint64_t i = first; i < end; i++) want += (uint64_t)h3_class_of(range, i) * H3_PAGE;
+  /* Two blocks stay free, so that the faults of everybody else still have somewhere to go. */
+  const uint64_t reserve = 2ull * range->block_bytes < pager->budget / 4 ? 2ull * range->block_bytes : pager->budget / 4;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&pager->lock);
+  if (pager->pinned + want > pager->budget - reserve)
+    status = H3_E_BUDGET;
+  else
+    pager->pinned += want;
+  h3_lock_release(&pager->lock);
+  for (uint64_t i = first; status == H3_OK && i < end; i++) {
+    status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
+    if (status == H3_OK) continue;
+    uint64_t rest = 0;
+    for (uint64_t j = i; j < end; j++) rest += (uint64_t)h3_class_of(range, j) * H3_PAGE;
+    unpin_blocks(range, first, i);
+    h3_lock_acquire(&pager->lock);
+    pager->pinned -= rest;
+    h3_lock_release(&pager->lock);
+  }
+  h3_signals_restore(&saved);
+  return status;
+}
+
+void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes) {
+  uint64_t first, end;
+  if (span(range, offset, bytes, &first, &end) < 0) return;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  unpin_blocks(range, first, end);
+  h3_signals_restore(&saved);
+}
+
+int h3_is_tiered(const void *address) { return h3_map_find(address) != NULL; }
+
+int h3_pin_address(const void *address, uint64_t bytes) {
+  h3_range *range = h3_map_find(address);
+  if (!range || !bytes) return H3_OK;
+  uint64_t first, end;
+  int status = span(range, (uint64_t)((const char *)address - range->address), bytes, &first, &end);
+  for (uint64_t i = first; status == H3_OK && i < end; i++) {
+    status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
+    if (status == H3_OK) atomic_fetch_add(&range->pager->kernel_pins, 1);
+    else
+      for (uint64_t j = first; j < i; j++) {
+        h3_block_unpin(range, j);
+        atomic_fetch_sub(&range->pager->kernel_pins, 1);
+      }
+  }
+  return status;
+}
+
+void h3_unpin_address(const void *address, uint64_t bytes) {
+  h3_range *range = h3_map_find(address);
+  if (!range || !bytes) return;
+  uint64_t first, end;
+  if (span(range, (uint64_t)((const char *)address - range->address), bytes, &first, &end) < 0) return;
+  for (uint64_t i = first; i < end; i++) {
+    h3_block_unpin(range, i);
+    atomic_fetch_sub(&range->pager->kernel_pins, 1);
+  }
+}
+
+/* ---- saving ---- */
+
+/* Holds a resident block; 0 if it is absent. */
+static int hold_if_resident(h3_block *block) {
+  uint32_t seen = atomic_load(&block->word);
+  for (;;) {
+    const uint32_t state = seen & H3_STATE_MASK;
+    if (state == H3_ABSENT) return 0;
+    if (state == H3_RESIDENT) {
+      if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return 1;
+    } else {
+      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
+      h3_futex_wait(&block->word, seen | H3_WAITERS);
+      seen = atomic_load(&block->word);
+    }
+  }
+}
+
+/* A held block: copy, compare the copy, append the copy. What is written to the block meanwhile differs from the copy's
+ * checksum and is found by the next flush or eviction. */
+static int save_held(h3_range *range, uint64_t index) {
+  h3_pager *pager = range->pager;
+  h3_block *block = &range->blocks[index];
+  const uint32_t raw_bytes = h3_raw_bytes(range, index);
+  h3_context *context = h3_context_acquire(pager);
+  memcpy(context->copy, range->address + index * range->block_bytes, raw_bytes);
+  int status = H3_OK;
+  if (h3_is_dirty(block, context->copy, raw_bytes)) {
+    h3_chunk chunk;
+    status = h3_block_save(range, index, context->copy, &range->spec, range->file, context, &chunk);
+    if (status == H3_OK) {
+      h3_lock_acquire(&pager->lock);
+      block->chunk = chunk;
+      h3_lock_release(&pager->lock);
+      atomic_fetch_and(&block->word, ~(uint32_t)H3_FORCE_DIRTY);
+      atomic_fetch_add(&pager->write_backs, 1);
+    }
+  }
+  h3_context_release(pager, context);
+  return status;
+}
+
+/* The entry of a block that never was written: zeros of its length. */
+static void zero_entry(h3_range *range, uint64_t index, h3_chunk *chunk) {
+  h3_context *context = h3_context_acquire(range->pager);
+  const uint32_t raw_bytes = h3_raw_bytes(range, index);
+  memset(context->copy, 0, raw_bytes);
+  *chunk = (h3_chunk){.check = h3_xxh64(context->copy, raw_bytes, 0), .filter = H3_FILTER_ZERO};
+  h3_context_release(range->pager, context);
+}
+
+int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks) {
+  if (first > h3_block_count(range) || count > h3_block_count(range) - first) return H3_E_INVALID;
+  int status = H3_OK;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&range->flush_lock);
+  for (uint64_t i = first; range->writable && status == H3_OK && i < first + count; i++) {
+    if (!hold_if_resident(&range->blocks[i])) continue;
+    if (!(atomic_load(&range->blocks[i].word) & H3_QUARANTINE)) status = save_held(range, i);
+    h3_block_unpin(range, i);
+  }
+  h3_chunk zero[2] = {{0}, {0}};
+  for (uint64_t i = first; chunks && status == H3_OK && i < first + count; i++) {
+    chunks[i - first] = range->blocks[i].chunk;
+    if (range->blocks[i].chunk.stored_bytes || range->blocks[i].chunk.filter) continue;
+    const int tail = i + 1 == h3_block_count(range);
+    if (!zero[tail].filter) zero_entry(range, i, &zero[tail]);
+    chunks[i - first] = zero[tail];
+  }
+  h3_lock_release(&range->flush_lock);
+  h3_signals_restore(&saved);
+  return status;
+}
+
+int h3_range_export(h3_range *range, uint64_t first, uint64_t count, const h3_spec *spec, h3_file *file, h3_chunk *chunks) {
+  if (first > h3_block_count(range) || count > h3_block_count(range) - first) return H3_E_INVALID;
+  if (spec->delta == H3_DELTA_BASE) return H3_E_INVALID;
+  int status = H3_OK;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  for (uint64_t i = first; status == H3_OK && i < first + count; i++) {
+    status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
+    if (status < 0) break;
+    h3_context *context = h3_context_acquire(range->pager);
+    const uint32_t raw_bytes = h3_raw_bytes(range, i);
+    memcpy(context->copy, range->address + i * range->block_bytes, raw_bytes);
+    status = h3_block_save(range, i, context->copy, spec, file, context, &chunks[i - first]);
+    h3_context_release(range->pager, context);
+    h3_block_unpin(range, i);
+  }
+  h3_signals_restore(&saved);
+  return status;
+}
+
+int h3_range_drop(h3_range *range, uint64_t offset, uint64_t bytes) {
+  uint64_t first, end;
+  int status = span(range, offset, bytes, &first, &end);
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  for (uint64_t i = first; status == H3_OK && i < end; i++) status = drop(range, i, 1);
+  h3_signals_restore(&saved);
+  return status;
+}
+
+/* The last block changes length: it is held over the change, its new tail zeroed, and marked to be written back. */
+int h3_range_resize(h3_range *range, uint64_t bytes) {
+  if (!range->writable) return H3_E_READONLY;
+  if (bytes > range->capacity) return H3_E_INVALID;
+  int status = H3_OK;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&range->flush_lock);
+  const uint64_t old = range->bytes, smaller = bytes < old ? bytes : old;
+  for (uint64_t i = (bytes + range->block_bytes - 1) / range->block_bytes, n = h3_block_count(range); i < n; i++) {
+    status = drop(range, i, 0);
+    if (status == H3_OK && (atomic_load(&range->blocks[i].word) & H3_STATE_MASK) != H3_ABSENT) status = H3_E_BUSY;
+    if (status < 0) goto out;
+    range->blocks[i].chunk = (h3_chunk){0};
+  }
+  const uint64_t edge = smaller / range->block_bytes, inside = smaller % range->block_bytes;
+  if (inside == 0) {
+    range->bytes = bytes;
+    goto out;
+  }
+  /* Slot sizes follow the length: out with the old length, back in a slot that fits the new one. */
+  h3_context *context = NULL;
+  status = drop(range, edge, 1);
+  if (status == H3_OK && (atomic_load(&range->blocks[edge].word) & H3_STATE_MASK) != H3_ABSENT) status = H3_E_BUSY;
+  if (status < 0) goto out;
+  context = h3_context_acquire(range->pager);
+  status = h3_chunk_load(context, range, edge, &range->blocks[edge].chunk, context->copy, 0);
+  if (status == H3_OK) {
+    memset(context->copy + inside, 0, range->block_bytes - inside);
+    range->bytes = bytes;
+    h3_chunk chunk;
+    status = h3_block_save(range, edge, context->copy, &range->spec, range->file, context, &chunk);
+    if (status == H3_OK) range->blocks[edge].chunk = chunk;
+    else range->bytes = old;
+  }
+  h3_context_release(range->pager, context);
+out:
+  h3_lock_release(&range->flush_lock);
+  h3_signals_restore(&saved);
+  return status;
+}
+
+int h3_range_take_error(h3_range *range, uint64_t *block) {
+  const int status = atomic_exchange(&range->error, H3_OK);
+  *block = range->error_block;
+  if (atomic_load(&range->quarantined) == 0) return status;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  for (uint64_t i = 0, n = h3_block_count(range); i < n; i++)
+    if (atomic_load(&range->blocks[i].word) & H3_QUARANTINE) drop(range, i, 0);
+  h3_signals_restore(&saved);
+  return status;
+}

@@ -1,0 +1,256 @@
+/* Address space: ranges, the map from addresses to ranges, the arena's slots and the lists they stand in.
+ * Slot lists and accounting are guarded by pager->lock; the map is read without a lock, inside fault handlers. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "internal.h"
+#include "pager.h"
+
+/* One pointer per 2 MiB of the 47-bit user address space: 512 MiB of address space, of which a page is touched per GiB
+ * of ranges. Lookup in a handler is one load. */
+static _Atomic(h3_range *) *address_map;
+
+int h3_map_reserve(uint64_t bytes, int protection, char **out) {
+  const uint64_t granule = 1ull << H3_GRANULE_SHIFT;
+  if (h3_fault_hit(H3_FAULT_ALLOC)) return H3_E_NOMEM;
+  char *raw = mmap(NULL, bytes + granule, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
+  char *aligned = (char *)(((uintptr_t)raw + granule - 1) & ~(uintptr_t)(granule - 1));
+  if (aligned > raw) munmap(raw, (size_t)(aligned - raw));
+  const size_t tail = (size_t)(raw + granule - aligned);
+  if (tail) munmap(aligned + bytes, tail);
+  *out = aligned;
+  return H3_OK;
+}
+
+int h3_map_init(void) {
+  if (address_map) return H3_OK;
+  void *map = mmap(NULL, sizeof(void *) << (47 - H3_GRANULE_SHIFT), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
+  address_map = map;
+  return H3_OK;
+}
+
+void h3_map_set(char *address, uint64_t bytes, h3_range *range) {
+  const uint64_t first = (uintptr_t)address >> H3_GRANULE_SHIFT;
+  const uint64_t last = ((uintptr_t)address + bytes - 1) >> H3_GRANULE_SHIFT;
+  for (uint64_t i = first; i <= last; i++) atomic_store_explicit(&address_map[i], range, memory_order_release);
+}
+
+h3_range *h3_map_find(const void *address) {
+  const uint64_t index = (uintptr_t)address >> H3_GRANULE_SHIFT;
+  if (!address_map || index >> (47 - H3_GRANULE_SHIFT)) return NULL;
+  return atomic_load_explicit(&address_map[index], memory_order_acquire);
+}
+
+uint64_t h3_block_count(const h3_range *range) {
+  return (range->bytes + range->block_bytes - 1) / range->block_bytes;
+}
+
+uint32_t h3_raw_bytes(const h3_range *range, uint64_t block) {
+  const uint64_t start = block * range->block_bytes, bytes = range->bytes;
+  if (start >= bytes) return 0;
+  return bytes - start < range->block_bytes ? (uint32_t)(bytes - start) : range->block_bytes;
+}
+
+uint32_t h3_pages_of(const h3_range *range, uint64_t block) {
+  const uint32_t pages = (h3_raw_bytes(range, block) + H3_PAGE - 1) / H3_PAGE;
+  return pages ? pages : 1;
+}
+
+/* Slot size for a block: two sizes per power of two, so that tails of many tensors share few classes. */
+uint32_t h3_class_of(const h3_range *range, uint64_t block) {
+  const uint32_t pages = h3_pages_of(range, block), most = range->block_bytes / H3_PAGE;
+  if (pages == most || pages <= 2) return pages;
+  uint32_t size = 2;
+  while (size < pages) size = (size & (size - 1)) ? size / 3 * 4 : size + size / 2;
+  return size < most ? size : most;
+}
+
+/* ---- lists ---- */
+
+h3_list *h3_list_of(h3_pager *pager, const h3_range *range) { return range->cyclic ? &pager->cyclic : &pager->fifo; }
+
+void h3_list_push(h3_pager *pager, h3_list *list, uint32_t index) {
+  h3_slot *slot = &pager->slots[index];
+  slot->prev = list->tail;
+  slot->next = H3_NO_SLOT;
+  if (list->tail == H3_NO_SLOT)
+    list->head = index;
+  else
+    pager->slots[list->tail].next = index;
+  list->tail = index;
+  list->bytes += (uint64_t)slot->pages * H3_PAGE;
+  list->count++;
+}
+
+void h3_list_remove(h3_pager *pager, h3_list *list, uint32_t index) {
+  h3_slot *slot = &pager->slots[index];
+  if (slot->prev == H3_NO_SLOT)
+    list->head = slot->next;
+  else
+    pager->slots[slot->prev].next = slot->next;
+  if (slot->next == H3_NO_SLOT)
+    list->tail = slot->prev;
+  else
+    pager->slots[slot->next].prev = slot->prev;
+  list->bytes -= (uint64_t)slot->pages * H3_PAGE;
+  list->count--;
+}
+
+/* ---- victims ---- */
+
+/* Takes the block from RESIDENT with no pins to EVICTING. */
+static int claim(h3_pager *pager, uint32_t index) {
+  h3_slot *slot = &pager->slots[index];
+  _Atomic uint32_t *word = &slot->range->blocks[slot->block].word;
+  uint32_t seen = atomic_load(word);
+  while ((seen & H3_STATE_MASK) == H3_RESIDENT && seen < H3_ONE_PIN)
+    if (atomic_compare_exchange_weak(word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING)) return 1;
+  return 0;
+}
+
+/* Oldest first. */
+static uint32_t claim_oldest(h3_pager *pager, h3_list *list) {
+  for (uint32_t i = list->head; i != H3_NO_SLOT; i = pager->slots[i].next)
+    if (claim(pager, i)) return i;
+  return H3_NO_SLOT;
+}
+
+/* Newest first, so that repeated scans keep a fixed part; but not the very newest, which other threads are using. */
+static uint32_t claim_newest(h3_pager *pager, h3_list *list) {
+  uint64_t spare = list->count / 2 < 8 ? list->count / 2 : 8;
+  uint32_t i = list->tail;
+  for (; spare && i != H3_NO_SLOT; spare--) i = pager->slots[i].prev;
+  for (; i != H3_NO_SLOT; i = pager->slots[i].prev)
+    if (claim(pager, i)) return i;
+  return claim_oldest(pager, list);
+}
+
+/* A victim off its list and EVICTING, or H3_NO_SLOT. */
+static uint32_t victim(h3_pager *pager) {
+  const int cyclic_first = pager->cyclic.bytes > pager->fifo.bytes;
+  uint32_t found = cyclic_first ? claim_newest(pager, &pager->cyclic) : claim_oldest(pager, &pager->fifo);
+  if (found == H3_NO_SLOT)
+    found = cyclic_first ? claim_oldest(pager, &pager->fifo) : claim_newest(pager, &pager->cyclic);
+  if (found != H3_NO_SLOT) h3_list_remove(pager, h3_list_of(pager, pager->slots[found].range), found);
+  return found;
+}
+
+/* ---- slots ---- */
+
+static uint32_t pop(h3_pager *pager, uint32_t *head) {
+  const uint32_t index = *head;
+  if (index != H3_NO_SLOT) *head = pager->slots[index].next;
+  return index;
+}
+
+static void push(h3_pager *pager, uint32_t *head, uint32_t index) {
+  pager->slots[index].next = *head;
+  *head = index;
+}
+
+/* A slot without pages whose bytes are charged, or H3_NO_SLOT when the budget or the address space is used up. */
+static uint32_t take_cold(h3_pager *pager, uint32_t pages) {
+  const uint64_t bytes = (uint64_t)pages * H3_PAGE;
+  if (pager->charged + bytes > pager->budget || pager->live_slots >= pager->live_limit) return H3_NO_SLOT;
+  uint32_t index = pop(pager, &pager->cold[pages]);
+  if (index == H3_NO_SLOT) {
+    if (pager->n_slots >= pager->max_slots || pager->arena_used + bytes > pager->arena_bytes) return H3_NO_SLOT;
+    index = pager->n_slots++;
+    pager->slots[index] = (h3_slot){.address = pager->arena + pager->arena_used, .pages = pages};
+    pager->arena_used += bytes;
+  }
+  pager->charged += bytes;
+  pager->live_slots++;
+  if (pager->charged > pager->peak) pager->peak = pager->charged;
+  return index;
+}
+
+/* Gives up one free slot that holds pages of another size; 0 if there is none. Enters and leaves locked. */
+static int drop_warm(h3_pager *pager) {
+  for (uint32_t size = 1; size < H3_CLASSES; size++) {
+    const uint32_t index = pop(pager, &pager->warm[size]);
+    if (index == H3_NO_SLOT) continue;
+    pager->in_flight++;
+    h3_lock_release(&pager->lock);
+    h3_slot_release(pager, index, 0);
+    h3_lock_acquire(&pager->lock);
+    return 1;
+  }
+  return 0;
+}
+
+static void signal_event(h3_pager *pager) {
+  atomic_fetch_add(&pager->event, 1);
+  h3_futex_wake(&pager->event, INT32_MAX);
+}
+
+void h3_slot_release(h3_pager *pager, uint32_t index, int keep_pages) {
+  h3_slot *slot = &pager->slots[index];
+  const uint64_t bytes = (uint64_t)slot->pages * H3_PAGE;
+  if (!keep_pages) h3_slot_discard(pager, slot->address, bytes);
+  h3_lock_acquire(&pager->lock);
+  slot->range = NULL;
+  push(pager, keep_pages ? &pager->warm[slot->pages] : &pager->cold[slot->pages], index);
+  if (!keep_pages) {
+    pager->charged -= bytes;
+    pager->live_slots--;
+  }
+  pager->in_flight--;
+  h3_lock_release(&pager->lock);
+  signal_event(pager);
+}
+
+/* Evicts one block and frees its slot. H3_OK, or why not; H3_E_BUDGET when everything is pinned. Enters locked. */
+static int make_room(h3_pager *pager, uint32_t pages) {
+  const uint32_t index = victim(pager);
+  if (index == H3_NO_SLOT) {
+    const uint32_t event = atomic_load(&pager->event);
+    const int others = pager->in_flight > 0;
+    h3_lock_release(&pager->lock);
+    if (!others) return H3_E_BUDGET;
+    h3_futex_wait(&pager->event, event); /* a slot under way will come free or become evictable */
+    return H3_OK;
+  }
+  pager->in_flight++;
+  h3_lock_release(&pager->lock);
+  const int status = h3_evict(pager, index);
+  if (status == H3_OK) h3_slot_release(pager, index, pager->slots[index].pages == pages);
+  return status;
+}
+
+int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) {
+  for (int failures = 0, waits = 0;;) {
+    h3_lock_acquire(&pager->lock);
+    uint32_t index = pop(pager, &pager->warm[pages]);
+    const int warm = index != H3_NO_SLOT;
+    if (!warm) index = take_cold(pager, pages);
+    if (index != H3_NO_SLOT) {
+      pager->in_flight++;
+      h3_lock_release(&pager->lock);
+      h3_slot *slot = &pager->slots[index];
+      const int status = warm ? H3_OK : h3_slot_materialise(pager, slot->address, (uint64_t)pages * H3_PAGE);
+      if (status < 0) {
+        h3_slot_release(pager, index, 0);
+        return status;
+      }
+      *out = index;
+      return H3_OK;
+    }
+    if (drop_warm(pager)) {
+      h3_lock_release(&pager->lock);
+      continue;
+    }
+    const int status = make_room(pager, pages);
+    if (status == H3_E_BUDGET && atomic_load(&pager->kernel_pins) && ++waits < 2000) {
+      usleep(1000); /* kernels let go of their blocks soon; bounded, since two of them may wait for each other */
+      continue;
+    }
+    /* A block that can't be saved now (disk full) may have clean neighbours: try a few others before giving up. */
+    if (status < 0 && (status == H3_E_BUDGET || ++failures >= 64)) return status;
+  }
+}
