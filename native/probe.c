@@ -2,6 +2,9 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "internal.h"
 #include "pager.h"
@@ -20,7 +23,8 @@ int h3_probe(int *errno_of_uffd) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) bits |= H3_PROBE_AVX2;
   if (__builtin_cpu_supports("avx512f")) bits |= H3_PROBE_AVX512;
-  if (__builtin_cpu_supports("f16c")) bits |= H3_PROBE_F16C;
+  unsigned a, b, c, d; /* f16c has no builtin in every compiler: leaf 1, bit 29 of ecx */
+  if (__get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29))) bits |= H3_PROBE_F16C;
 #endif
   return bits;
 }
