@@ -67,6 +67,9 @@ class StorageFullError(ArchiveError, OSError):
     def __str__(self) -> str:
         return str(self.args[1])
 
+    def __reduce__(self) -> tuple[type[StorageFullError], tuple[str]]:
+        return type(self), (str(self),)
+
 
 class ReadOnlyError(H3Error, TypeError):
     """An in-place or out= operation on a tensor that was opened for reading."""
@@ -100,7 +103,18 @@ class TokenizerError(H3Error, ValueError):
 
 
 class RequestError(H3Error, ValueError):
-    """A batch row that cannot be served; it becomes an error row."""
+    """A batch row that cannot be served; it becomes an error row.
+
+    Args:
+        message: what is wrong and the way out.
+        code: a short name that programs can compare, such as "unsupported_field".
+        param: the field at fault, such as "body.max_tokens"; None when it is the whole row.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
 
 
 class UsageError(H3Error, ValueError):

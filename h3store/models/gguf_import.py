@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from h3store.errors import CheckpointError, TokenizerError, Unavailable, UnsupportedModelError, UsageError
+from h3store.errors import CheckpointError, Unavailable, UnsupportedModelError, UsageError
 from h3store.models.gguf_tokenizer import write_tokenizer
 
 __all__ = ["import_gguf"]
