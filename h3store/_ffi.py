@@ -4,6 +4,7 @@ the error tree; nothing above this file knows that cffi exists. Refuses to hold 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -26,21 +27,19 @@ _ZSTD_SYMBOLS = {
 
 def _import_native() -> ModuleType:
     try:
-        from h3store import _native
+        return import_module("h3store._native")
     except ImportError as error:
         raise errors.Unavailable(
             f"the compiled module h3store._native does not load ({error}); build it with: pip install -e . "
             "(needs a C compiler and the Python headers)"
         ) from error
-    return _native
 
 
 def _zstd_addresses() -> dict[str, int]:
     """Address of each zstd function inside the zstandard package's own cffi module."""
     way_out = 'install the tested range with: pip install "zstandard>=0.23,<0.26"'
     try:
-        import zstandard
-        from zstandard import _cffi
+        zstandard, _cffi = import_module("zstandard"), import_module("zstandard._cffi")
     except ImportError as error:
         raise errors.Unavailable(f"zstandard's module zstandard._cffi does not load ({error}); {way_out}") from error
     found: dict[str, int] = {}
@@ -80,7 +79,7 @@ def check(status: int, what: str) -> None:
         what: the object and action for the message, such as "weights.h3: read of block 7".
 
     Raises:
-        H3Error: of the type that the status maps to; the message is what, the status text, and the errno if there is one.
+        H3Error: of the type that the status maps to; its message is what, the status text, and the errno if any.
     """
     if status >= 0:
         return

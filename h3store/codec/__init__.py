@@ -1,0 +1,21 @@
+"""The chunk codec: specs, element types, encode and decode of single chunks, and the choice of a spec by trial."""
+
+from __future__ import annotations
+
+from h3store.codec.chunk import Codec, decode_chunk, encode_chunk
+from h3store.codec.spec import (
+    CHUNK_DTYPE,
+    DTYPES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Delta,
+    DtypeInfo,
+    Filter,
+    Spec,
+    default_spec,
+    dtype_info,
+)
+from h3store.codec.trial import choose_spec
+
+__all__ = ["CHUNK_DTYPE", "DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Codec", "Delta", "DtypeInfo", "Filter",
+           "Spec", "choose_spec", "decode_chunk", "default_spec", "dtype_info", "encode_chunk"]
