@@ -1,9 +1,11 @@
 /* file.c: whole reads and writes at positions of an append-only file.
  *
  * No locks: concurrent appenders reserve their place by one atomic add, then write without touching one another. A
- * failed append leaves its reserved gap; nothing refers to it. Async-signal-safe.
+ * failed append leaves its reserved gap in the offsets; nothing refers to it. Async-signal-safe.
  */
+#define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -77,5 +79,25 @@ int h3_file_append(h3_file *file, const void *data, size_t bytes, uint64_t *offs
     return h3_set_errno(H3_E_NOSPACE, EFBIG);
   }
   *offset = at;
-  return write_at(file, at, data, bytes);
+  int status = write_at(file, at, data, bytes);
+  if (status) h3_file_discard(file, at, bytes);
+  return status;
+}
+
+int h3_file_overwrite(h3_file *file, uint64_t offset, const void *data, size_t bytes) {
+  return file->writable ? write_at(file, offset, data, bytes) : H3_E_READONLY;
+}
+
+int h3_file_sync(h3_file *file) {
+  int err = h3_fault_hit(H3_FAULT_WRITE);
+  while (!err && fdatasync(file->fd)) {
+    if (errno != EINTR) err = errno;
+  }
+  return err ? h3_set_errno(h3_write_status(err), err) : H3_OK;
+}
+
+void h3_file_discard(h3_file *file, uint64_t offset, uint64_t bytes) {
+  if (!file->writable || !bytes || offset > INT64_MAX || bytes > INT64_MAX - offset) return;
+  /* Best effort: where holes are not supported the space stays taken until the file is opened for writing again. */
+  (void)!fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes);
 }

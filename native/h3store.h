@@ -118,7 +118,14 @@ void h3_file_set_tail(h3_file *file, uint64_t tail); /* only while nobody append
 /* Whole reads and writes, EINTR and short transfers resumed. Block on the disk. Async-signal-safe.
  * H3_E_IO, H3_E_NOSPACE, H3_E_TRUNCATED (read past the end), H3_E_READONLY. */
 int h3_file_read(h3_file *file, uint64_t offset, void *out, size_t bytes);
+/* After a failure the bytes that did reach the disk are given back; the gap in the offsets stays. */
 int h3_file_append(h3_file *file, const void *data, size_t bytes, uint64_t *offset);
+/* Overwrites bytes at a position: for the commit slots, which are the only bytes of an archive that ever change. */
+int h3_file_overwrite(h3_file *file, uint64_t offset, const void *data, size_t bytes);
+/* Waits until what was written is on the disk (fdatasync). H3_E_IO, H3_E_NOSPACE. */
+int h3_file_sync(h3_file *file);
+/* Gives back the disk space of bytes that nothing refers to, where the file system can; they then read as zeros. */
+void h3_file_discard(h3_file *file, uint64_t offset, uint64_t bytes);
 /* Encodes bytes (in chunks of chunk_bytes, the last may be shorter) and appends them; chunks gets one entry each.
  * base: NULL, or the base tensor's raw bytes. Uses n_threads threads. Blocks. */
 int h3_encode_append(h3_file *file, const h3_spec *spec, const void *raw, uint64_t bytes, uint32_t chunk_bytes,

@@ -1,0 +1,99 @@
+"""Raw bytes of an archive's chunks without a pager. Owns the walk to base archives; refuses to hold more than a few
+chunks at a time. For verify and export: tensors are read through the pager."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from h3store._ffi import lib
+from h3store.archive.reader import Reader
+from h3store.archive.records import TensorRecord
+from h3store.codec import Codec, Delta
+from h3store.errors import CorruptArchiveError, CorruptBlockError
+
+__all__ = ["Contents"]
+
+_MAX_BASE_DEPTH: int = lib.H3_MAX_BASE_DEPTH
+_local = threading.local()
+
+
+class Contents:
+    """Decoded chunks of one archive, and of those it leans on; usable from several threads at once."""
+
+    def __init__(self, reader: Reader, depth: int = 0) -> None:
+        self.reader = reader
+        self._depth = depth
+        self._bases: dict[str, Contents] = {}
+        self._lock = threading.Lock()
+
+    def chunk(self, record: TensorRecord, block: int) -> np.ndarray:
+        """One chunk's raw bytes: uint8, shape (chunk_size,).
+
+        Raises:
+            CorruptBlockError: it does not decode to what its check promises.
+            CorruptArchiveError, ArchiveNotFoundError: of the table, or of the base archive.
+        """
+        reader, entry = self.reader, self.reader.chunks(record)[block]
+        offset = int(entry["offset"])
+        where = f"{reader.path}: tensor {record.name[:80]!r}, block {block} at byte {offset}"
+        stored = reader.io.read(offset, int(entry["stored_bytes"]), f"tensor {record.name[:80]!r}, block {block}")
+        raw = np.empty(record.chunk_size(block), np.uint8)
+        base = None
+        if entry["delta"] == Delta.BASE:
+            base = self._base_chunk(record, block)
+        status = _codec().decode_into(entry, stored, record.spec, raw, base)
+        if status:
+            raise CorruptBlockError(f"{where}: stored bytes do not decode to what their check promises; "
+                                    "restore the file from a copy")
+        return raw
+
+    def span(self, record: TensorRecord, offset: int, nbytes: int) -> np.ndarray:
+        """Raw bytes [offset, offset + nbytes) of a tensor: uint8, a copy."""
+        out = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            block, skip = divmod(offset + done, record.chunk_bytes)
+            part = self.chunk(record, block)[skip:skip + nbytes - done]
+            out[done:done + len(part)] = part
+            done += len(part)
+        return out
+
+    def _base_chunk(self, record: TensorRecord, block: int) -> np.ndarray:
+        base = self._base(record)
+        assert record.base is not None
+        of = base.reader.record(record.base.name)
+        if (of.nbytes, of.chunk_bytes) != (record.nbytes, record.chunk_bytes):
+            raise CorruptArchiveError(f"{base.reader.path}: tensor {of.name[:80]!r} has {of.nbytes} bytes in chunks of "
+                                      f"{of.chunk_bytes}; {self.reader.path} leans on it with {record.nbytes} in "
+                                      f"chunks of {record.chunk_bytes}")
+        return base.chunk(of, block)
+
+    def _base(self, record: TensorRecord) -> Contents:
+        path = str(self.reader.base_path(record))
+        assert record.base is not None
+        with self._lock:
+            if path not in self._bases:
+                if self._depth + 1 >= _MAX_BASE_DEPTH:
+                    raise CorruptArchiveError(f"{self.reader.path}: bases lean on one another over {_MAX_BASE_DEPTH} "
+                                              "deep; pack the tensors into an archive of their own")
+                self._bases[path] = Contents(Reader(path), self._depth + 1)
+            base = self._bases[path]
+        if base.reader.uuid != record.base.uuid or base.reader.sequence < record.base.sequence:
+            raise CorruptArchiveError(f"{path}: not the archive that {self.reader.path} leans on (uuid "
+                                      f"{record.base.uuid.hex()}, commit {record.base.sequence} or later)")
+        return base
+
+    def close(self) -> None:
+        """Closes the base archives; the reader is the caller's."""
+        for base in self._bases.values():
+            base.close()
+            base.reader.close()
+        self._bases.clear()
+
+
+def _codec() -> Codec:
+    if not hasattr(_local, "codec"):
+        _local.codec = Codec()
+    return _local.codec

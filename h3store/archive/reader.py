@@ -1,0 +1,182 @@
+"""Reading an archive at its last commit. Owns an open descriptor, the choice between the two commit slots, and the
+checks of chunk tables; refuses to decode chunks for anyone but verify: tensors are filled by the pager."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from h3store.archive.fileio import FileIO
+from h3store.archive.layout import HEADER_BYTES, Header, Slot, xxh64
+from h3store.archive.records import TensorRecord, decode_index
+from h3store.archive.tables import read_table
+from h3store.errors import (
+    ArchiveError,
+    ArchiveFormatError,
+    ArchiveNotFoundError,
+    CorruptArchiveError,
+    StoreClosedError,
+    TensorNotFoundError,
+)
+
+__all__ = ["Reader", "open_regular"]
+
+
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens an existing regular file and returns the descriptor.
+
+    Raises:
+        ArchiveNotFoundError, ArchiveFormatError (a folder, device or pipe), ArchiveError (no permission).
+    """
+    name = os.fspath(path)
+    try:
+        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArchiveNotFoundError(f"{name}: no archive there; check the path, or create it with mode \"w\"") from error
+    except OSError as error:
+        if error.errno == errno.EISDIR:
+            raise ArchiveFormatError(f"{name}: a folder, not an archive file") from error
+        raise ArchiveError(f"{name}: cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ArchiveFormatError(f"{name}: not a regular file")
+    return fd
+
+
+class Reader:
+    """An archive as its last commit left it.
+
+    Attributes:
+        path: as given.
+        fd: descriptor, open for reading until close.
+        uuid: 16 bytes, made with the file.
+        sequence: number of the commit in use.
+        records: tensors by name.
+        metadata: the writer's own.
+        file_bytes: length of the file that the commit covers.
+        notes: why a commit slot was not usable, one text each; empty for a sound file.
+    """
+
+    records: dict[str, TensorRecord]
+    metadata: dict[str, Any]
+
+    def __init__(self, path: str | os.PathLike[str], *, fd: int | None = None) -> None:
+        """Opens and checks; fd, when given, is an open descriptor of path that the caller keeps.
+
+        Raises:
+            ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError, ArchiveError.
+        """
+        self.path = os.fspath(path)
+        self._owns_fd = fd is None
+        self.fd = open_regular(path, os.O_RDONLY) if fd is None else fd
+        self.notes: list[str] = []
+        self._io: FileIO | None = None
+        try:
+            size = os.fstat(self.fd).st_size
+            self._io = FileIO(self.fd, size, self.path, writable=False)
+            page = self._io.read(0, min(size, HEADER_BYTES), "header")
+            self.uuid = Header.from_bytes(page, self.path).uuid
+            self.slot = self._choose(page, size)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def sequence(self) -> int:
+        """Number of the commit in use."""
+        return self.slot.sequence
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file that the commit covers."""
+        return self.slot.covered_bytes
+
+    @property
+    def file(self) -> Any:
+        """The h3_file that ranges read from; valid until close."""
+        return self.io.native
+
+    @property
+    def io(self) -> FileIO:
+        """The open file.
+
+        Raises:
+            StoreClosedError: after close.
+        """
+        if self._io is None:
+            raise StoreClosedError(f"{self.path}: the archive is closed; open it again")
+        return self._io
+
+    def _choose(self, page: bytes, size: int) -> Slot:
+        """The valid slot with the highest sequence whose index verifies; sets records and metadata."""
+        found: list[Slot] = []
+        for which in (0, 1):
+            try:
+                slot = Slot.from_page(page, which, self.uuid, self.path, size)
+            except CorruptArchiveError as error:
+                self.notes.append(str(error))
+            else:
+                found += [slot] if slot else []
+        for slot in sorted(found, key=lambda slot: slot.sequence, reverse=True):
+            try:
+                self.records, self.metadata = self._read_index(slot)
+                return slot
+            except CorruptArchiveError as error:
+                self.notes.append(str(error))
+        reasons = "; ".join(self.notes) or "both commit slots are empty"
+        raise CorruptArchiveError(f"{self.path}: no commit can be read ({reasons}); restore the file from a copy")
+
+    def _read_index(self, slot: Slot) -> tuple[dict[str, TensorRecord], dict[str, Any]]:
+        data = self.io.read(slot.index_offset, slot.index_bytes, "index")
+        where = f"{self.path}: index of commit {slot.sequence} at byte {slot.index_offset}"
+        if xxh64(data) != slot.index_check:
+            raise CorruptArchiveError(f"{where} fails its check")
+        return decode_index(data, slot.covered_bytes, where)
+
+    def record(self, name: str) -> TensorRecord:
+        """The record of a tensor.
+
+        Raises:
+            TensorNotFoundError.
+        """
+        if name not in self.records:
+            raise TensorNotFoundError(f"{self.path}: no tensor {name!r} among {len(self.records)}")
+        return self.records[name]
+
+    def chunks(self, record: TensorRecord) -> np.ndarray:
+        """The chunk table of a record: dtype CHUNK_DTYPE, shape (n_chunks,), read-only; read and checked once.
+
+        Raises:
+            CorruptArchiveError: it fails its check, or an entry breaks a rule.
+        """
+        if record.chunks is None:
+            record.chunks = read_table(self.io, record, self.slot.covered_bytes)
+        return record.chunks
+
+    def base_path(self, record: TensorRecord) -> Path:
+        """Where the archive of a record's base lies."""
+        if record.base is None:
+            raise CorruptArchiveError(f"{self.path}: tensor {record.name[:80]!r} names no base")
+        return Path(self.path).parent / record.base.path
+
+    def close(self) -> None:
+        """Closes the descriptor; nothing may still read through it. Closing twice is fine."""
+        if self._io is not None:
+            self._io.close()
+            self._io = None
+        if self._owns_fd and self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()

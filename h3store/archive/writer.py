@@ -1,0 +1,275 @@
+"""Writing an archive: append, then commit. Owns the lock, the temporary file of a new archive, and the order of writes
+and flushes that makes a commit atomic; refuses to choose specs.
+
+Threads: native code may append chunks through Writer.file while any method runs; methods exclude one another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid as uuid_module
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from h3store._ffi import check, ffi, lib
+from h3store.archive.fileio import FileIO
+from h3store.archive.layout import FEATURE_BASE, Header, Slot, xxh64
+from h3store.archive.place import Place
+from h3store.archive.reader import Reader
+from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord, encode_index
+from h3store.archive.tables import bad_entries, read_table, write_tables
+from h3store.codec import CHUNK_DTYPE, Spec
+from h3store.errors import StoreClosedError, TensorNotFoundError, UsageError
+
+__all__ = ["Writer"]
+
+# Raw bytes that native code encodes between two chances for an interrupt: about 0.1 s on one core.
+_PIECE_BYTES = 64 * 1024**2
+
+Bytes = int | bytes | bytearray | memoryview | np.ndarray
+
+
+class Writer:
+    """An archive open for writing by this process alone.
+
+    Attributes:
+        path: as given.
+        uuid: 16 bytes, made with the file.
+        sequence: number of the last commit; 0 before a replaced file's first.
+        records: tensors by name as the next commit will list them; change them by put, add and remove.
+        metadata: the writer's own, JSON types; change it in place.
+        notes: why a commit slot was not usable when the file was opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: str = "w") -> None:
+        """Opens an archive.
+
+        Args:
+            path: of the archive.
+            mode: "w" makes a new one: an old file at path stays as it is until the first commit, then it is replaced;
+                where there was none, an empty archive is committed at once. "r+" opens the last commit and cuts off
+                what was appended after it.
+
+        Raises:
+            ArchiveLockedError: another writer has it. ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError,
+            StorageFullError, ArchiveError. UsageError: another mode.
+        """
+        if mode not in ("w", "r+"):
+            raise UsageError(f"{os.fspath(path)}: mode {mode!r}; a writer opens with \"w\" or \"r+\"")
+        self.path = os.fspath(path)
+        self.records: dict[str, TensorRecord] = {}
+        self.metadata: dict[str, Any] = {}
+        self.sequence = 0
+        self.covered_bytes = 0
+        self.notes: list[str] = []
+        self._index = b""
+        self._lock = threading.RLock()
+        self._io: FileIO | None = None
+        self._place = Place(self.path, new=mode == "w")
+        try:
+            if mode == "w":
+                self._start_new()
+            else:
+                self._start_at_last_commit()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_new(self) -> None:
+        self.uuid = uuid_module.uuid4().bytes
+        self._io = FileIO(self._place.fd, 0, self.path, writable=True)
+        self.io.append(Header(self.uuid).to_bytes(), "header")
+        if not self._place.replaces:
+            self.commit()
+
+    def _start_at_last_commit(self) -> None:
+        with Reader(self.path, fd=self._place.fd) as reader:
+            self.uuid, self.records, self.metadata = reader.uuid, reader.records, reader.metadata
+            self.sequence, self.covered_bytes, self.notes = reader.sequence, reader.file_bytes, reader.notes
+            self._index = reader.io.read(reader.slot.index_offset, reader.slot.index_bytes, "index")
+        self._place.truncate(self.covered_bytes)
+        self._io = FileIO(self._place.fd, self.covered_bytes, self.path, writable=True)
+
+    @property
+    def io(self) -> FileIO:
+        """The open file.
+
+        Raises:
+            StoreClosedError: after close.
+        """
+        if self._io is None:
+            raise StoreClosedError(f"{self.path}: the archive is closed; open it again")
+        return self._io
+
+    @property
+    def file(self) -> Any:
+        """The h3_file that native code appends to and reads from; valid until close."""
+        return self.io.native
+
+    def record(self, name: str) -> TensorRecord:
+        """The record of a tensor.
+
+        Raises:
+            TensorNotFoundError.
+        """
+        if name not in self.records:
+            raise TensorNotFoundError(f"{self.path}: no tensor {name!r} among {len(self.records)}")
+        return self.records[name]
+
+    def chunks(self, record: TensorRecord) -> np.ndarray:
+        """The chunk table of a record of this archive: dtype CHUNK_DTYPE, shape (n_chunks,), read-only."""
+        if record.chunks is None:
+            record.chunks = read_table(self.io, record, self.covered_bytes)
+        return record.chunks
+
+    def put(self, record: TensorRecord) -> None:
+        """Inserts or replaces a tensor whose chunks native code has appended already; chunks is copied.
+
+        Raises:
+            UsageError: a field or a chunk entry breaks a rule of the format.
+        """
+        with self._lock:
+            record.validate()
+            chunks = np.ascontiguousarray(record.chunks, CHUNK_DTYPE).copy() if record.chunks is not None else None
+            if chunks is None or chunks.shape != (record.n_chunks,):
+                raise UsageError(f"{self.path}: tensor {record.name[:80]!r} needs {record.n_chunks} chunk entries, got "
+                                 f"{'none' if chunks is None else chunks.shape}")
+            bad = bad_entries(record, chunks, self.io.tail)
+            if bad.any():
+                block = int(np.argmax(bad))
+                raise UsageError(f"{self.path}: tensor {record.name[:80]!r}: entry {block} is {chunks[block]}, outside "
+                                 f"the rules of the format or the {self.io.tail} bytes of the file")
+            chunks.flags.writeable = False
+            before = self.records.get(record.name)
+            kept = before.table if before is not None else None
+            if kept is not None and kept[1:] != (len(chunks), xxh64(chunks.tobytes())):
+                kept = None
+            self.records[record.name] = replace(record, chunks=chunks, metadata=dict(record.metadata), table=kept)
+
+    def add(self, name: str, data: Bytes, dtype: str, shape: tuple[int, ...], spec: Spec,
+            chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, base: BaseRef | None = None, base_data: Bytes | None = None,
+            metadata: Mapping[str, Any] | None = None, threads: int | None = None) -> TensorRecord:
+        """Encodes a tensor and appends it; it is durable after commit. Blocks; other Python threads run meanwhile.
+
+        Args:
+            data: its bytes in C order, as an address or a contiguous buffer of exactly the tensor's bytes.
+            base, base_data: for Delta.BASE: the reference to record, and the base tensor's bytes, as long as data.
+            threads: encoding threads; None: one per processor.
+
+        Raises:
+            UsageError, StorageFullError, ArchiveError. After an error the archive is as it was before the call.
+        """
+        record = TensorRecord(name, dtype, tuple(shape), spec, chunk_bytes, base=base, metadata=dict(metadata or {}))
+        record.validate()
+        record.chunks = np.zeros(record.n_chunks, CHUNK_DTYPE)
+        try:
+            self._encode(record, data, base_data, threads or len(os.sched_getaffinity(0)))
+            self.put(record)
+        except BaseException:
+            self._discard(record.chunks)
+            raise
+        return self.records[name]
+
+    def _encode(self, record: TensorRecord, data: Bytes, base_data: Bytes | None, threads: int) -> None:
+        raw, keep = _pointer(data, record.nbytes, f"{self.path}: data of {record.name[:80]!r}")
+        base, keep_base = ffi.NULL, None
+        if base_data is not None and record.base is not None:
+            base, keep_base = _pointer(base_data, record.nbytes, f"{self.path}: base data of {record.name[:80]!r}")
+        spec, size = record.spec.to_native(), record.chunk_bytes
+        step = max(1, _PIECE_BYTES // size)
+        entries = ffi.cast("h3_chunk *", ffi.from_buffer(record.chunks, require_writable=True))
+        for first in range(0, record.n_chunks, step):
+            start, stop = first * size, min((first + step) * size, record.nbytes)
+            at_base = base + start if base != ffi.NULL else base
+            status = lib.h3_encode_append(self.file, spec, raw + start, stop - start, size, at_base, threads,
+                                          entries + first)
+            check(status, f"{self.path}: write of {record.name[:80]!r}")
+        del keep, keep_base
+
+    def _discard(self, chunks: np.ndarray) -> None:
+        """Gives back the disk space of chunks that nothing refers to."""
+        used = np.sort(chunks[chunks["stored_bytes"] > 0], order="offset")
+        for start, stop in _runs(used):
+            if self._io is not None:
+                lib.h3_file_discard(self._io.native, start, stop - start)
+
+    def remove(self, name: str) -> None:
+        """Forgets a tensor from the next commit on; its bytes become dead.
+
+        Raises:
+            TensorNotFoundError.
+        """
+        with self._lock:
+            self.record(name)
+            del self.records[name]
+
+    def commit(self) -> int:
+        """Makes records and metadata durable and returns the sequence number. Nothing is written when nothing changed.
+
+        Raises:
+            StorageFullError, ArchiveError: the last commit stands (or, when the very last flush failed, this one), and
+            commit may be called again. UsageError: metadata that JSON cannot hold.
+        """
+        with self._lock:
+            changed = [record for record in self.records.values() if record.table is None]
+            places = write_tables(self.io, [self.chunks(record) for record in changed])
+            for record, place in zip(changed, places, strict=True):
+                record.table = place
+            index = encode_index(self.records, self.metadata)
+            if index != self._index or self._place.pending:
+                self._publish(index)
+            return self.sequence
+
+    def _publish(self, index: bytes) -> None:
+        offset = self.io.append(index, "index")
+        required = FEATURE_BASE if any(record.base for record in self.records.values()) else 0
+        slot = Slot(self.sequence + 1, offset, len(index), xxh64(index), offset + len(index), required)
+        self.io.sync("chunks and index")
+        self.io.overwrite(slot.offset, slot.to_bytes(self.uuid), "commit slot")
+        self.io.sync("commit slot")
+        self._place.publish()
+        self.sequence, self.covered_bytes, self._index = slot.sequence, slot.covered_bytes, index
+
+    def close(self) -> None:
+        """Closes without a commit: what was not committed is gone. Native code may no longer use file."""
+        with self._lock:
+            if self._io is not None:
+                self._io.close()
+                self._io = None
+            self._place.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _runs(entries: np.ndarray) -> list[tuple[int, int]]:
+    """Merges entries, sorted by offset, into (start, stop) byte ranges."""
+    runs: list[tuple[int, int]] = []
+    for offset, size in zip(entries["offset"].tolist(), entries["stored_bytes"].tolist(), strict=True):
+        if runs and runs[-1][1] == offset:
+            runs[-1] = runs[-1][0], offset + size
+        else:
+            runs.append((offset, offset + size))
+    return runs
+
+
+def _pointer(data: Bytes, nbytes: int, what: str) -> tuple[Any, Any]:
+    """A uint8_t pointer to data, and what keeps it alive."""
+    if isinstance(data, int):
+        return ffi.cast("uint8_t *", data), None
+    try:
+        held = ffi.from_buffer(data)
+    except (BufferError, ValueError, TypeError) as error:
+        raise UsageError(f"{what}: not a contiguous buffer ({error}); pass a contiguous uint8 array") from error
+    if len(held) != nbytes:
+        raise UsageError(f"{what}: {len(held)} bytes, but shape and dtype make {nbytes}")
+    return ffi.cast("uint8_t *", held), held
