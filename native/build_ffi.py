@@ -27,7 +27,7 @@ ffibuilder.set_source(
     depends=[os.path.relpath(path, ROOT) for path in sorted(HERE.glob("*.h"))],
     include_dirs=[os.path.relpath(HERE, ROOT)],
     # -z now: a fault handler must never enter the dynamic linker's lazy binding.
-    extra_compile_args=["-O3", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-fno-math-errno",
+    extra_compile_args=["-O3", "-std=gnu11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-fno-math-errno",
                         "-D_FILE_OFFSET_BITS=64", *os.environ.get("H3_CFLAGS", "").split()],
     extra_link_args=["-pthread", "-lm", "-Wl,-z,now", *os.environ.get("H3_LDFLAGS", "").split()],
 )

@@ -230,5 +230,58 @@ int h3_probe(int *errno_of_uffd);
 long h3_fork_repairs(void);
 
 /* ---- compute: kernels of the decoder ------------------------------------------------------------------------------- */
+/* Activations and accumulation are float32 whatever the storage type; weights and KV are converted exactly. Kernels
+ * block until done and run on a pool of threads that the library owns. They hold what they read with h3_pin_address, a
+ * bounded piece at a time, so weights and KV blocks may lie in ranges; a failed hold ends the kernel with that status
+ * and leaves its output undefined. Results do not depend on the number of threads, nor on what was resident.
+ * Every kernel: H3_E_INVALID for a size or type that breaks its rule, H3_E_NOMEM for scratch. */
+enum h3_dtype { H3_F32 = 0, H3_BF16 = 1, H3_F16 = 2 };
+enum h3_compute_limits {
+  H3_MAX_THREADS = 64,
+  H3_MAX_HEAD_DIM = 256, /* head_dim is a multiple of 8 up to this */
+  H3_PANEL_BYTES = 262144 /* weights held at once by a thread, unless one row is longer */
+};
+/* Threads that kernels use from now on, the caller included; 1..H3_MAX_THREADS, else nothing changes. */
+int h3_set_threads(int n);
+int h3_get_threads(void);
+/* Name of the kernels in use: "avx2" or "generic". h3_set_isa("generic") forces the portable ones (for tests),
+ * h3_set_isa("auto") goes back. H3_E_UNSUPPORTED when the processor lacks it. */
+const char *h3_isa(void);
+int h3_set_isa(const char *name);
+/* y[rows][n] = x[rows][k] w[n][k]^T + bias, or += when accumulate. w: row-major, of h3_dtype type;
+ * bias: n floats or NULL. exact_rows: 1 gives each row the same bits however many rows there are (prefill), 0 may
+ * take a faster order for few rows (decode). */
+int h3_linear(const float *x, int64_t rows, const void *w, int type, const float *bias, int64_t n, int64_t k,
+              int accumulate, int exact_rows, float *y);
+/* out[rows][k] = w[ids[row]][k]; ids in [0, vocab) or H3_E_INVALID. */
+int h3_embed(const int64_t *ids, int64_t rows, const void *w, int type, int64_t vocab, int64_t k, float *out);
+/* y = x / sqrt(mean(x^2) + eps) * weight, row by row; y may be x. Source: Zhang and Sennrich 2019, section 3. */
+int h3_rmsnorm(const float *x, int64_t rows, int64_t k, const float *weight, float eps, float *y);
+/* y[rows][n] = silu(x[:, :n]) * x[:, n:]; x is [rows][2 n]. */
+int h3_silu_mul(const float *x, int64_t rows, int64_t n, float *y);
+
+/* One layer's KV blocks, in token order: block b holds tokens [b block_tokens, (b + 1) block_tokens) as
+ * (2, num_kv_heads, block_tokens, head_dim), K then V. block_tokens is a multiple of 16, at most 512. */
+typedef struct h3_kv {
+  const uint64_t *table; /* block base addresses */
+  int64_t n_blocks;
+  int32_t num_kv_heads, head_dim, block_tokens;
+  int32_t type; /* h3_dtype */
+} h3_kv;
+/* qkv[rows] of row_stride floats: num_heads query heads, then num_kv_heads of K, then of V. Rotates the query heads in
+ * place and K on its way to token start + row of the blocks (half-split pairs: x cos + rotate_half(x) sin), V as it
+ * is. cos, sin: [rows][head_dim / 2]. Source: Su et al. 2021, section 3.4.2. */
+int h3_rope_write(float *qkv, int64_t rows, int64_t row_stride, int32_t num_heads, const float *cos, const float *sin,
+                  const h3_kv *kv, int64_t start);
+/* Softmax attention of rows of queries (row_stride floats apart, num_heads heads first) over tokens
+ * [kv_from, kv_to): row r sees those below first + r + 1 only, so first is its own position; first >= kv_to means that
+ * all are seen. kv_from is a multiple of block_tokens. out[rows][num_heads * head_dim]; lse (may be NULL) [rows][num_heads], natural log. No token seen: zeros and
+ * -inf. exact_rows as in h3_linear. Source: Dao et al. 2022 and 2023, online softmax and its log-sum-exp. */
+int h3_block_attention(const float *q, int64_t rows, int64_t row_stride, int32_t num_heads, const h3_kv *kv,
+                       int64_t kv_from, int64_t kv_to, int64_t first, float scale, int exact_rows, float *out,
+                       float *lse);
+/* Merges two partial results over disjoint tokens into the first: out[n][head_dim], lse[n]. */
+int h3_attention_merge(float *out, float *lse, const float *other_out, const float *other_lse, int64_t n,
+                       int32_t head_dim);
 
 #endif
