@@ -1,0 +1,114 @@
+"""Weights of a Hugging Face folder by name. Owns safetensors lookup and checks; refuses to guess at missing parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from h3store.errors import CheckpointError, UnsupportedModelError
+from h3store.models.config import read_json
+
+__all__ = ["Checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Checkpoint:
+    """Named tensors of a folder, read one at a time.
+
+    The index's weight_map is followed where there is one; files are never found by pattern.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is not a folder; give a Hugging Face model folder")
+        self._where = self._weight_map()
+
+    def _weight_map(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not names:
+                raise CheckpointError(f"{index} has no weight_map")
+            return self._checked(index, names)
+        single = self.folder / _SINGLE
+        if not single.is_file():
+            raise CheckpointError(f"{self.folder} has neither {_INDEX} nor {_SINGLE}")
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _checked(self, index: Path, names: dict[str, str]) -> dict[str, str]:
+        for shard in sorted(set(names.values())):
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{index}: {shard!r} is not a file name")
+            if not (self.folder / shard).is_file():
+                raise CheckpointError(f"{self.folder / shard} is missing, though {index.name} names it; fetch it again")
+        return names
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._files:
+            path = self.folder / shard
+            try:
+                self._files[shard] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
+        return self._files[shard]
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted by name."""
+        return sorted(self.folder / shard for shard in set(self._where.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Reads one tensor.
+
+        Args:
+            name: as in the file.
+            shape: what the configuration promises.
+
+        Raises:
+            CheckpointError: no such tensor, or another shape.
+            UnsupportedModelError: not float32, float16 or bfloat16.
+        """
+        shard = self._where.get(name)
+        if shard is None:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} of shape {shape} is missing")
+        try:
+            tensor: Tensor = self._open(shard).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.folder / shard}: tensor {name!r} does not read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{self.folder / shard}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+                                  f"but config.json promises {shape}")
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedModelError(f"{self.folder / shard}: tensor {name!r} is {tensor.dtype}; this build runs "
+                                        "float32, float16 and bfloat16")
+        return tensor
+
+    def close(self) -> None:
+        """Closes the files; tensors already read stay."""
+        self._stack.close()
+        self._files.clear()
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: str | Path) -> Iterator[Checkpoint]:
+        """A checkpoint that is closed when the block ends."""
+        checkpoint = cls(folder)
+        try:
+            yield checkpoint
+        finally:
+            checkpoint.close()

@@ -1,0 +1,36 @@
+"""The store behind a decoder: a path, an open store, or a temporary one. Owns its lifetime, nothing of its content."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from h3store import store as stores
+from h3store.errors import UsageError
+from h3store.store import Store
+
+__all__ = ["open_store"]
+
+
+@contextmanager
+def open_store(given: str | Path | Store | None, ddr_bytes: int | str | None) -> Iterator[Store]:
+    """Gives an open, writable store, and closes it if it was opened here.
+
+    Args:
+        given: a path, created if absent; an open Store, left open; or None for a temporary one, removed on close.
+        ddr_bytes: its budget; None is the store's default.
+
+    Raises:
+        UsageError: ddr_bytes with an open Store, which has a budget already.
+    """
+    if isinstance(given, Store):
+        if ddr_bytes is not None:
+            raise UsageError("ddr_bytes: an open Store has its own budget; give ddr_bytes to h3store.open")
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="h3store-") as scratch:
+        path = Path(scratch) / "kv.h3" if given is None else Path(given)
+        with stores.open(path, mode="r+" if path.exists() else "w", ddr_bytes=ddr_bytes) as opened:
+            yield opened
