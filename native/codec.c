@@ -140,6 +140,8 @@ static uint32_t encode_exponents(h3_codec *codec, const h3_spec *spec, const uin
   const uint8_t *words = raw;
   sink to = {out + EXP_HEADER, out + bytes - 1};
   uint8_t *rest = to.at;
+  /* Written in place below, so their room is checked here. */
+  if (n + (elem == 4 ? 2 * n : 0) > room(&to)) return 0;
   to.at += n;
   if (elem == 4) {
     h3_halves_split(raw, n, top, to.at);
