@@ -48,7 +48,7 @@ static void range_reset(h3_range *range) {
   for (uint64_t i = 0; i < blocks; i++)
     if (range->blocks[i].word) range->blocks[i].word = 0;
   range->resident = range->quarantined = 0;
-  range->error = H3_OK;
+  if (atomic_exchange(&range->error, H3_OK) < 0) h3_errors_add(-1);
   range->flush_lock.word = 0;
 }
 

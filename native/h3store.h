@@ -210,6 +210,13 @@ int h3_range_export(h3_range *range, uint64_t first, uint64_t count, const h3_sp
 /* Sets the data length within capacity_bytes; new bytes are zero. Blocks past a shorter length are dropped. */
 int h3_range_resize(h3_range *range, uint64_t bytes);
 uint64_t h3_range_resident_bytes(h3_range *range);
+/* How blocks are encoded from now on; elem_bytes, row_bytes and exp_bits must stay. H3_E_INVALID. */
+int h3_range_set_spec(h3_range *range, const h3_spec *spec);
+/* Reads from another handle of the same bytes from now on, and no longer writes back. The old handle is unused when this
+ * returns. For a store that closes while tensors live. H3_E_BUSY after 5 s of fills that never pause. */
+int h3_range_detach(h3_range *range, h3_file *file);
+/* Count of ranges errors not yet taken, over all pagers: one load, so that callers ask h3_range_take_error rarely. */
+long h3_errors_pending(void);
 /* First error met by a fill since the last call, and its block; H3_OK if none. Clears it and drops the block. */
 int h3_range_take_error(h3_range *range, uint64_t *block);
 /* While the count of ops in flight is above zero a failed fill gives a quarantined zero block and a range error instead

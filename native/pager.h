@@ -101,7 +101,7 @@ struct h3_range {
   int writable, cyclic;
   int unsaved; /* changes could not be saved before a fork */
   h3_spec spec;
-  h3_file *file;
+  h3_file *_Atomic file;
   h3_range *base;
   h3_block *blocks;
   _Atomic uint64_t resident;
@@ -158,6 +158,7 @@ int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes);
 
 /* signals.c */
 int h3_signals_needed(int signal_number);
+void h3_errors_add(long count);
 
 /* fork.c */
 int h3_fork_install(void);

@@ -117,6 +117,7 @@ static int drop(h3_range *range, uint64_t index, int save) {
 
 void h3_range_destroy(h3_range *range) {
   h3_pager *pager = range->pager;
+  if (atomic_exchange(&range->error, H3_OK) < 0) h3_errors_add(-1);
   h3_sigmask saved;
   h3_signals_block(&saved);
   range->writable = 0;
@@ -398,8 +399,39 @@ out:
   return status;
 }
 
+int h3_range_set_spec(h3_range *range, const h3_spec *spec) {
+  const h3_spec *now = &range->spec;
+  if (spec->elem_bytes != now->elem_bytes || spec->row_bytes != now->row_bytes || spec->exp_bits != now->exp_bits)
+    return H3_E_INVALID;
+  h3_lock_acquire(&range->flush_lock);
+  range->spec = *spec;
+  h3_lock_release(&range->flush_lock);
+  return H3_OK;
+}
+
+int h3_range_detach(h3_range *range, h3_file *file) {
+  h3_pager *pager = range->pager;
+  h3_sigmask saved;
+  int status = H3_E_BUSY;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&range->flush_lock);
+  range->file = file;
+  range->writable = 0;
+  /* Whoever read the old handle holds a slot until it is done with it. */
+  for (int tries = 0; status < 0 && tries < 5000; tries++) {
+    h3_lock_acquire(&pager->lock);
+    if (pager->in_flight == 0) status = H3_OK;
+    h3_lock_release(&pager->lock);
+    if (status < 0) usleep(1000);
+  }
+  h3_lock_release(&range->flush_lock);
+  h3_signals_restore(&saved);
+  return status;
+}
+
 int h3_range_take_error(h3_range *range, uint64_t *block) {
   const int status = atomic_exchange(&range->error, H3_OK);
+  if (status < 0) h3_errors_add(-1);
   *block = range->error_block;
   if (atomic_load(&range->quarantined) == 0) return status;
   h3_sigmask saved;

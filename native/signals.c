@@ -11,12 +11,14 @@
 
 static struct sigaction previous[2]; /* what we found, for addresses that are not ours: SIGBUS, SIGSEGV */
 static _Atomic int needed[2];
-static _Atomic long ops_in_flight;
+static _Atomic long ops_in_flight, errors_pending;
 static pthread_mutex_t install_lock = PTHREAD_MUTEX_INITIALIZER; /* guards previous and needed; never taken in a handler */
 static __thread int in_foreign __attribute__((tls_model("initial-exec")));
 
 void h3_op_enter(void) { atomic_fetch_add(&ops_in_flight, 1); }
 void h3_op_leave(void) { atomic_fetch_sub(&ops_in_flight, 1); }
+long h3_errors_pending(void) { return atomic_load(&errors_pending); }
+void h3_errors_add(long count) { atomic_fetch_add(&errors_pending, count); }
 
 static void default_action(int number) {
   struct sigaction action = {.sa_handler = SIG_DFL};
@@ -77,7 +79,10 @@ static int quarantine(h3_range *range, uint64_t index, int status) {
     return placed;
   }
   int none = H3_OK;
-  if (atomic_compare_exchange_strong(&range->error, &none, status)) atomic_store(&range->error_block, index);
+  if (atomic_compare_exchange_strong(&range->error, &none, status)) {
+    atomic_store(&range->error_block, index);
+    h3_errors_add(1);
+  }
   atomic_fetch_add(&range->quarantined, 1);
   block->slot = H3_NO_SLOT;
   h3_block_settle(block, H3_RESIDENT, H3_QUARANTINE);

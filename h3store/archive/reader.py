@@ -174,6 +174,11 @@ class Reader:
             os.close(self.fd)
         self.fd = -1
 
+    def __del__(self) -> None:
+        # Ranges hold their reader: the descriptor goes with the last of them.
+        if getattr(self, "_io", None) is not None:
+            self.close()
+
     def __enter__(self) -> Reader:
         return self
 

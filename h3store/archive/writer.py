@@ -107,6 +107,11 @@ class Writer:
         return self._io
 
     @property
+    def fd(self) -> int:
+        """The open descriptor: of the temporary file until the first commit of an archive that replaces another."""
+        return self._place.fd
+
+    @property
     def file(self) -> Any:
         """The h3_file that native code appends to and reads from; valid until close."""
         return self.io.native

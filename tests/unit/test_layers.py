@@ -22,7 +22,7 @@ ROWS = {
     "tensor": 5, "residency": 5,
     "tiers": 4,
     "archive": 3,
-    "pager": 2, "codec": 2, "attention": 2,
+    "pager": 2, "signals": 2, "codec": 2, "attention": 2,
     "_ffi": 1,
     "units": 0, "metrics": 0, "console": 0,
     "errors": -1,  # the tree stands below all, so that row 0 can raise
@@ -32,7 +32,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAG
 
 def unit_of(name: str) -> str:
     """h3store.kv.pool -> kv; h3store -> empty, the facade."""
-    return (name.split(".") + [""])[1]
+    return [*name.split("."), ""][1]
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,277 @@
+"""Ranges of address space under one byte budget. Owns the Python handles of the native pager: creation, prefetch,
+holds, saving, counters. Refuses to know about files' formats, tensors or policies; page states and eviction live
+in C."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from h3store._ffi import check, ffi, lib
+from h3store.errors import BudgetError, StoreClosedError, UsageError
+from h3store.units import MiB, format_bytes
+
+__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "native_probe", "range_at"]
+
+PAGE = 4096
+DELIVERIES = {
+    "auto": lib.H3_DELIVERY_AUTO,
+    "signal": lib.H3_DELIVERY_SIGNAL,
+    "dispatch": lib.H3_DELIVERY_DISPATCH,
+    "signal-copy": lib.H3_DELIVERY_SIGNAL_COPY,
+}
+_DELIVERY_NAMES = {value: name for name, value in DELIVERIES.items()}
+_CHUNK_DTYPE = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("check", "<u8"),
+        ("stored_bytes", "<u4"),
+        ("filter", "u1"),
+        ("delta", "u1"),
+        ("reserved", "<u2"),
+    ]
+)
+# Native calls that may be long are cut into pieces, so that Ctrl-C is seen within 100 ms or so.
+_SLICE_BYTES = 8 * MiB
+
+_ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
+
+
+def range_at(address: int) -> Range | None:
+    """Returns the live range that starts at this address, or None."""
+    return _ranges.get(address)
+
+
+def native_probe() -> tuple[int, int]:
+    """Returns the set of h3_probe_bit that this machine has, and the errno userfaultfd gave (0: it works)."""
+    errno_out = ffi.new("int *")
+    return int(lib.h3_probe(errno_out)), int(errno_out[0])
+
+
+class Pager:
+    """One budget of resident bytes, shared by any number of ranges.
+
+    Args:
+        ddr_bytes: hard bound on the bytes of resident blocks, a page at least.
+        delivery: "auto" (the default; also when the environment variable H3STORE_DELIVERY is unset), "signal",
+            "dispatch", or "signal-copy" (as signal on a kernel that cannot move pages).
+
+    Raises:
+        BudgetError: ddr_bytes is below one page.
+        Unavailable: the asked delivery is refused by this kernel.
+    """
+
+    def __init__(self, ddr_bytes: int, delivery: str | None = None) -> None:
+        name = delivery or os.environ.get("H3STORE_DELIVERY", "auto")
+        if name not in DELIVERIES:
+            raise UsageError(f"fault delivery {name!r} is not known; use one of {', '.join(DELIVERIES)}")
+        if ddr_bytes < PAGE:
+            raise BudgetError(f"ddr_bytes={ddr_bytes} is below one page of {PAGE} bytes; give at least 1MiB")
+        out = ffi.new("h3_pager **")
+        config = ffi.new("h3_pager_config *", {"budget_bytes": ddr_bytes, "delivery": DELIVERIES[name]})
+        check(lib.h3_pager_create(config, out), f"pager of {format_bytes(ddr_bytes)}, fault delivery {name!r}")
+        self._native = ffi.gc(out[0], lib.h3_pager_destroy)
+        self.ddr_bytes = ddr_bytes
+        self.dispatch = self.stats()["delivery"] == "dispatch"
+
+    @property
+    def native(self) -> Any:
+        if self._native is None:
+            raise StoreClosedError("the pager was closed")
+        return self._native
+
+    def stats(self) -> dict[str, int | str]:
+        """Returns counters since the start: resident bytes, faults, fills, evictions, write-backs, ..."""
+        out = ffi.new("h3_pager_stats *")
+        lib.h3_pager_get_stats(self.native, out)
+        values: dict[str, int | str] = {
+            name: int(getattr(out, name)) for name, _ in ffi.typeof("h3_pager_stats").fields
+        }
+        values["ddr_bytes"] = values.pop("budget_bytes")
+        values["delivery"] = _DELIVERY_NAMES[int(out.delivery)]
+        return values
+
+
+@dataclass(frozen=True)
+class RangeConfig:
+    """What a range is made of; see h3_range_config in native/h3store.h."""
+
+    nbytes: int
+    block_bytes: int
+    spec: dict[str, int]  # fields of h3_spec
+    writable: bool = False
+    cyclic: bool = False
+    capacity_bytes: int = 0  # 0: nbytes
+    file: Any = None  # h3_file *, kept alive by `owner`
+    owner: Any = None
+    chunks: np.ndarray | None = None  # (n_blocks,) of the 24-byte chunk entry
+    base: Range | None = None
+    label: str = ""
+
+
+class Range:
+    """A run of ordinary address space whose blocks come and go. Freed with its last reference."""
+
+    def __init__(self, pager: Pager, config: RangeConfig) -> None:
+        # One instruction may straddle two blocks, so both must fit at once.
+        if 2 * config.block_bytes > pager.ddr_bytes:
+            raise BudgetError(
+                f"{config.label or 'range'}: two blocks of {format_bytes(config.block_bytes)} do not fit the ddr budget "
+                f"of {format_bytes(pager.ddr_bytes)}; give ddr_bytes of at least {4 * config.block_bytes}"
+            )
+        fields: dict[str, Any] = {
+            "bytes": config.nbytes,
+            "capacity_bytes": max(config.capacity_bytes, config.nbytes),
+            "block_bytes": config.block_bytes,
+            "writable": config.writable,
+            "cyclic": config.cyclic,
+            "spec": config.spec,
+            "file": config.file if config.file is not None else ffi.NULL,
+            "base": config.base.native if config.base is not None else ffi.NULL,
+        }
+        label = ffi.new("char[]", config.label.encode("utf-8", "replace")[:255])
+        native_config = ffi.new("h3_range_config *", fields | {"label": label})
+        if config.chunks is not None:
+            table = np.ascontiguousarray(config.chunks)
+            native_config.chunks = ffi.from_buffer("h3_chunk[]", table.view(np.uint8))
+        out = ffi.new("h3_range **")
+        check(lib.h3_range_create(pager.native, native_config, out), config.label or "range")
+        # The destructor holds what the native range borrows: pager, file, base.
+        keep = self._kept = [pager, config.owner, config.file, config.base]
+        self._native = ffi.gc(out[0], lambda native, _keep=keep: lib.h3_range_destroy(native))
+        self.pager = pager
+        self.dispatch = pager.dispatch
+        self.config = config
+        self.label = config.label
+        self.writable = config.writable
+        self.block_bytes = config.block_bytes
+        self.nbytes = config.nbytes
+        self.capacity_bytes = int(native_config.capacity_bytes)
+        self.address = int(ffi.cast("uintptr_t", lib.h3_range_address(self._native)))
+        _ranges[self.address] = self
+
+    @property
+    def native(self) -> Any:
+        return self._native
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.nbytes // self.block_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(lib.h3_range_resident_bytes(self._native))
+
+    def buffer(self) -> Any:
+        """Returns a buffer over the data that keeps this range alive. Touching it faults blocks in."""
+        pointer = ffi.gc(ffi.cast("char *", self.address), lambda _pointer, _keep=self: None)
+        return ffi.buffer(pointer, self.nbytes)
+
+    def _sliced(self, offset: int, nbytes: int, step: Callable[[int, int], int]) -> int:
+        done = 0
+        while done < nbytes:
+            part = min(max(_SLICE_BYTES, self.block_bytes), nbytes - done)
+            got = step(offset + done, part)
+            done += got
+            if got < part:
+                break
+        return done
+
+    def prefetch(self, offset: int = 0, nbytes: int | None = None) -> int:
+        """Makes bytes resident, as far as the budget allows. Blocks on the disk.
+
+        Returns: bytes made (or found) resident.
+
+        Raises:
+            CorruptBlockError, ArchiveError: a block could not be read.
+        """
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        out = ffi.new("uint64_t *")
+        room = self.pager.ddr_bytes - int(self.pager.stats()["pinned_bytes"])
+
+        def step(at: int, part: int) -> int:
+            check(
+                lib.h3_range_prefetch(self._native, at, part, out),
+                f"{self.label}: prefetch of bytes {at} to {at + part}",
+            )
+            return int(out[0])
+
+        return self._sliced(offset, min(nbytes, room), step)
+
+    def pin(self, offset: int, nbytes: int) -> None:
+        """Holds bytes resident until as many unpin calls. Blocks on the disk.
+
+        Raises:
+            BudgetError: they do not fit beside what is pinned already; then nothing stays pinned.
+        """
+        status = lib.h3_range_pin(self._native, offset, nbytes)
+        if status == lib.H3_E_BUDGET:
+            pinned = int(self.pager.stats()["pinned_bytes"])
+            raise BudgetError(
+                f"{self.label}: pinning {format_bytes(nbytes)} does not fit the ddr budget of "
+                f"{format_bytes(self.pager.ddr_bytes)} with {format_bytes(pinned)} pinned; pin less, or raise ddr_bytes"
+            )
+        check(status, f"{self.label}: pin of bytes {offset} to {offset + nbytes}")
+
+    def unpin(self, offset: int, nbytes: int) -> None:
+        lib.h3_range_unpin(self._native, offset, nbytes)
+
+    def flush(self) -> np.ndarray:
+        """Saves every changed block and returns the chunk table, (n_blocks,). Blocks on the disk."""
+        table = np.zeros(self.n_blocks, _CHUNK_DTYPE)
+        per_call = max(1, _SLICE_BYTES // self.block_bytes)
+        for first in range(0, self.n_blocks, per_call):
+            part = table[first : first + per_call]
+            target = ffi.from_buffer("h3_chunk[]", part.view(np.uint8), require_writable=True)
+            check(lib.h3_range_flush(self._native, first, len(part), target), f"{self.label}: write back")
+        return table
+
+    def export(self, first: int, count: int, spec: dict[str, int], file: Any) -> np.ndarray:
+        """Encodes blocks into another file and returns their chunk entries, (count,). Blocks on the disk."""
+        table = np.zeros(count, _CHUNK_DTYPE)
+        native_spec = ffi.new("h3_spec *", spec)
+        per_call = max(1, _SLICE_BYTES // self.block_bytes)
+        for start in range(0, count, per_call):
+            part = table[start : start + per_call]
+            target = ffi.from_buffer("h3_chunk[]", part.view(np.uint8), require_writable=True)
+            status = lib.h3_range_export(self._native, first + start, len(part), native_spec, file, target)
+            check(status, f"{self.label}: export of block {first + start}")
+        return table
+
+    def drop(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Evicts blocks that are not pinned, saving changed ones first. Blocks on the disk."""
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+
+        def step(at: int, part: int) -> int:
+            check(lib.h3_range_drop(self._native, at, part), f"{self.label}: eviction")
+            return part
+
+        self._sliced(offset, nbytes, step)
+
+    def resize(self, nbytes: int) -> None:
+        """Changes the data length within capacity_bytes; new bytes are zero, dropped bytes are gone."""
+        check(lib.h3_range_resize(self._native, nbytes), f"{self.label}: resize to {format_bytes(nbytes)}")
+        self.nbytes = nbytes
+
+    def set_spec(self, spec: dict[str, int]) -> None:
+        """Changes how blocks are encoded from now on."""
+        check(lib.h3_range_set_spec(self._native, ffi.new("h3_spec *", spec)), f"{self.label}: new spec")
+
+    def detach(self, file: Any, owner: Any) -> None:
+        """Reads from another handle of the same bytes from now on and no longer writes back."""
+        self.writable = False
+        self._kept.append((file, owner))
+        check(lib.h3_range_detach(self._native, file), f"{self.label}: detach")
+
+    def raise_error(self) -> None:
+        """Raises the first error that a fault in this range met since the last call, if any."""
+        block = ffi.new("uint64_t *")
+        status = lib.h3_range_take_error(self._native, block)
+        if status < 0:
+            offset = int(block[0]) * self.block_bytes
+            check(status, f"{self.label}, block {int(block[0])} (bytes from {offset})")

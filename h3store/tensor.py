@@ -1,0 +1,278 @@
+"""TieredTensor: a torch tensor over a tiered range. Owns what the subclass must do around an operation: batched
+prefetch, error checks, read-only enforcement, and keeping the type on views. Refuses to move bytes itself: the
+memory is real, and the pager fills what is touched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from h3store._ffi import lib
+from h3store.errors import ReadOnlyError
+from h3store.pager import Range, range_at
+from h3store.signals import ensure, own
+
+__all__ = ["TieredTensor", "operands", "over_range", "range_of"]
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
+# In-place methods that change no element: allowed on read-only tensors.
+_METADATA_ONLY = frozenset(
+    {
+        "requires_grad_",
+        "detach_",
+        "retain_grad",
+        "squeeze_",
+        "unsqueeze_",
+        "t_",
+        "transpose_",
+        "rename_",
+        "swapaxes_",
+        "swapdims_",
+        "register_hook",
+    }
+)
+_IN_PLACE_DUNDERS = frozenset(
+    {
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+    }
+)
+
+
+class TieredTensor(torch.Tensor):
+    """A CPU tensor whose bytes live in an archive and come into memory a block at a time when touched.
+
+    Ordinary strided memory: data_ptr(), numpy(), C++ extensions and torch.compile see a plain tensor. Views are
+    TieredTensors; results of computation are plain tensors. Tensors of h3store.load() are read-only.
+
+    Raises from any operation on it:
+        CorruptBlockError, ArchiveError: a block that the operation touched could not be read; the result is dropped.
+        ReadOnlyError: an in-place or out= operation on a read-only tensor.
+        StoreClosedError: never: memory stays valid as long as a tensor over it lives.
+    """
+
+    _h3_range: Range | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":
+            with _plain():
+                return _retype(func(*args, **kwargs))
+        return _run(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Returns a plain tensor in ordinary memory with the same values."""
+        copy = _plain_copy(self)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and torch.save write a plain copy: absent memory is never handed to a system call."""
+        return _plain_copy(self).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Returns a view that faults as it is touched; not writeable if the tensor is read-only."""
+        tiered = range_of(self)
+        with _plain():
+            array = torch.Tensor.numpy(self, force=force)
+        if tiered is not None and not tiered.writable:
+            array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        if dtype is not None and array.dtype != dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+
+def over_range(tiered: Range, dtype: torch.dtype, shape: tuple[int, ...]) -> TieredTensor:
+    """Returns a tensor over the start of a range; it keeps the range alive."""
+    own()
+    if 0 in shape:
+        flat = torch.empty(0, dtype=dtype)
+    else:
+        count = int(np.prod(shape, dtype=np.int64))
+        flat = torch.frombuffer(tiered.buffer(), dtype=dtype, count=count)
+    tensor = flat.reshape(shape).as_subclass(TieredTensor)
+    tensor._h3_range = tiered
+    return tensor
+
+
+def range_of(tensor: torch.Tensor) -> Range | None:
+    """Returns the range under a tensor, or None if it is ordinary memory."""
+    known = getattr(tensor, "_h3_range", None)
+    if known is not None:
+        return known
+    with _plain():
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        try:
+            return range_at(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):  # no storage to speak of: fake, functional or meta tensors
+            return None
+
+
+def operands(values: Any) -> Iterator[TieredTensor]:
+    """Yields the TieredTensors among arguments, one level of list, tuple or dict deep."""
+    for value in values:
+        if isinstance(value, TieredTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, TieredTensor))
+        elif isinstance(value, dict):
+            yield from operands(value.values())
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns (offset, nbytes) of the smallest run of its storage that holds every element."""
+    with _plain():
+        if tensor.numel() == 0:
+            return 0, 0
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        item = tensor.element_size()
+        return int(tensor.storage_offset()) * item, int(last + 1) * item
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_by_name(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in _METADATA_ONLY:
+        return False
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS or name == "__set__"
+
+
+def _may_write(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    return _writes_by_name(func) or (bool(kwargs) and ("out" in kwargs or bool(kwargs.get("inplace"))))
+
+
+def _refuse(tensor: TieredTensor, func: Callable[..., Any]) -> None:
+    tiered = range_of(tensor)
+    if tiered is None or tiered.writable:
+        return
+    name = getattr(func, "__name__", str(func))
+    raise ReadOnlyError(
+        f"{name} would write to {tiered.label or 'a read-only tensor'}, which is read-only; clone() it first, "
+        'or open the store with mode="r+"'
+    )
+
+
+def _targets(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Iterator[TieredTensor]:
+    """The TieredTensors that the call says it will write."""
+    if _writes_by_name(func) or kwargs.get("inplace"):
+        yield from operands(args[:1] if args else kwargs.values())
+    if "out" in kwargs:
+        yield from operands((kwargs["out"],))
+
+
+def _prefetch_whole(tensor: TieredTensor, tiered: Range) -> None:
+    """Without userfaultfd an operand that fits half the budget is made resident first: no faults, one pass."""
+    offset, nbytes = byte_span(tensor)
+    if nbytes <= tiered.pager.ddr_bytes // 2:
+        tiered.prefetch(offset, nbytes)
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs one operation with its error checks. Every operation on a TieredTensor pays for what is done here."""
+    tensors = [value for value in args if type(value) is TieredTensor]
+    if kwargs or len(tensors) != len(args):
+        tensors = [*operands(args), *operands(kwargs.values())]
+    if _may_write(func, kwargs):
+        for target in _targets(func, args, kwargs):
+            _refuse(target, func)
+    if not lib.h3_signals_ours():
+        lib.h3_signals_install()
+    lib.h3_op_enter()
+    with _plain():
+        before = [tensor._version for tensor in tensors if not tensor.is_inference()]
+        try:
+            for tensor in tensors:
+                tiered = tensor._h3_range
+                if tiered is not None and tiered.dispatch:
+                    _prefetch_whole(tensor, tiered)
+            result = func(*args, **kwargs)
+        finally:
+            lib.h3_op_leave()
+            if lib.h3_errors_pending():
+                _raise_errors(tensors)
+        changed = before != [tensor._version for tensor in tensors if not tensor.is_inference()]
+    if changed:
+        _check_written(func, tensors, before)
+    return result if type(result) in _NO_TENSORS else _retype(result)
+
+
+def _raise_errors(tensors: Iterable[TieredTensor]) -> None:
+    for tensor in tensors:
+        tiered = range_of(tensor)
+        if tiered is not None:
+            tiered.raise_error()
+
+
+def _check_written(func: Callable[..., Any], tensors: list[TieredTensor], before: list[int]) -> None:
+    """An in-place path that the call's name did not tell: what it wrote to read-only memory is taken back."""
+    for tensor, version in zip([t for t in tensors if not t.is_inference()], before, strict=True):
+        tiered = range_of(tensor)
+        if tiered is not None and not tiered.writable and tensor._version != version:
+            tiered.drop()
+            _refuse(tensor, func)
+
+
+def _retype(result: Any) -> Any:
+    """Views of tiered memory become TieredTensors; everything else stays what it is."""
+    if type(result) is torch.Tensor:
+        tiered = range_of(result)
+        if tiered is None:
+            return result
+        with _plain():
+            tensor = result.as_subclass(TieredTensor)
+        tensor._h3_range = tiered
+        return tensor
+    if type(result) in (list, tuple):
+        return type(result)(_retype(item) for item in result)
+    return result
+
+
+def _plain_copy(tensor: TieredTensor) -> torch.Tensor:
+    with torch.no_grad():
+        copy = tensor.clone(memory_format=torch.preserve_format)
+    copy = copy.as_subclass(torch.Tensor)
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def in_operation(ranges: Iterable[Range]) -> Iterator[None]:
+    """Around foreign code that touches tiered memory: a failed fill raises here instead of ending the process."""
+    held = list(ranges)
+    ensure()
+    lib.h3_op_enter()
+    try:
+        yield
+    finally:
+        lib.h3_op_leave()
+        for tiered in held:
+            tiered.raise_error()
