@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from h3store.errors import H3Error
-from h3store.store import Store, load, pin, prefetch, save
-from h3store.store import open_store as open
+from h3store.store import Store, load, open, pin, prefetch, save
 from h3store.tensor import TieredTensor
 
 __all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "load", "open", "pin", "prefetch", "save"]

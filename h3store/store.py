@@ -32,7 +32,7 @@ from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
 from h3store.units import MiB, parse_bytes
 
-__all__ = ["Store", "load", "open_store", "pin", "prefetch", "save"]
+__all__ = ["Store", "load", "open", "pin", "prefetch", "save"]
 
 CHUNK_BYTES = 64 * 1024
 _SAMPLE_CHUNKS = 4
@@ -532,7 +532,7 @@ def load(path: str | os.PathLike[str], *, ddr_bytes: int | str | None = None) ->
     return {name: store[name] for name in store}
 
 
-def open_store(path: str | os.PathLike[str], *, mode: str = "r", ddr_bytes: int | str | None = None) -> Store:
+def open(path: str | os.PathLike[str], *, mode: str = "r", ddr_bytes: int | str | None = None) -> Store:
     """Opens a store; public as h3store.open.
 
     Args:
