@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #define H3_KERNELS h3_kernels_avx2
 #define H3_ISA_NAME "avx2"
-#define H3_HAVE_F16C
+#define H3_HAVE_AVX2
 #include "kernels_impl.h"
 #if defined(__clang__)
 #pragma clang attribute pop

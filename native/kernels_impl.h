@@ -1,7 +1,7 @@
 /* kernels_impl.h: the vector primitives, written once in eight-lane vectors and compiled once per instruction set.
  *
- * The including file sets the target, and defines H3_KERNELS (name of the table), H3_ISA_NAME (a string) and, where the
- * set converts halves in hardware, H3_HAVE_F16C. Accumulation order is part of the contract: a row's sum over k runs
+ * The including file sets the target, and defines H3_KERNELS (name of the table), H3_ISA_NAME (a string) and, where they may
+ * be used, H3_HAVE_AVX2 (F16C included). Accumulation order is part of the contract: a row's sum over k runs
  * from 0 to k - 1 whatever the row's neighbours are.
  */
 #include <math.h>
@@ -25,14 +25,19 @@ INLINE u8 splat_u(uint32_t x) { return (u8){x, x, x, x, x, x, x, x}; }
 INLINE v8 choose(i8 mask, v8 yes, v8 no) { return (v8)((mask & (i8)yes) | (~mask & (i8)no)); }
 INLINE v8 max8(v8 a, v8 b) { return choose(a > b, a, b); }
 
-INLINE v8 bf16_load(const uint16_t *p) { return (v8)(__builtin_convertvector(*(const h8u *)p, u8) << 16); }
-
-#ifdef H3_HAVE_F16C
+#ifdef H3_HAVE_AVX2
+/* gcc 12 widens a whole vector in two halves; the intrinsic is one instruction */
+INLINE v8 bf16_load(const uint16_t *p) {
+  return (v8)((u8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)) << 16);
+}
+INLINE void ahead(const void *p) { __builtin_prefetch(p, 0, 3); }
 INLINE v8 f16_load(const uint16_t *p) { return (v8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)); }
 INLINE void f16_store(uint16_t *p, v8 x) {
   _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
+INLINE v8 bf16_load(const uint16_t *p) { return (v8)(__builtin_convertvector(*(const h8u *)p, u8) << 16); }
+INLINE void ahead(const void *p) { (void)p; }
 INLINE v8 f16_load(const uint16_t *p) {
   u8 h = __builtin_convertvector(*(const h8u *)p, u8);
   u8 special = (u8)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
@@ -150,60 +155,57 @@ INLINE v8 exp8(v8 x) {
 
 /* ---- dots: few rows of x against many rows of w ---------------------------------------------------------------- */
 
-/* Eight sums at once: NX rows of x times NW = 8 / NX rows of w, row_bytes apart; lane x * NW + w of the result. */
-INLINE v8 dot_block(const float *x, int64_t ldx, const char *w, int type, int64_t row_bytes, int64_t k, const int NX) {
-  const int NW = 8 / NX;
+/* Lane sums of one row of w times X <= 2 rows of x. One row after the other, so that memory is read in order: eight rows
+ * at once read it at two thirds of the speed. */
+INLINE void dot_row(const float *x, int64_t ldx, const char *w, int type, int64_t k, v8 *out, const int X) {
+  const int64_t bytes = type == H3_F32 ? 4 : 2;
+  v8 acc[2][4];
   int64_t i = 0;
-  v8 acc[8];
-  for (int j = 0; j < 8; j++) acc[j] = zero8();
-  for (; i + 8 <= k; i += 8) {
-    v8 xs[4];
-    for (int a = 0; a < NX; a++) xs[a] = load8(x + a * ldx + i);
-#pragma GCC unroll 8
-    for (int b = 0; b < NW; b++) {
-      v8 wv = load_as(w + b * row_bytes, type, i);
+  for (int a = 0; a < X; a++)
+    for (int u = 0; u < 4; u++) acc[a][u] = zero8();
+  for (; i + 32 <= k; i += 32) {
+    ahead(w + i * bytes + 2048);
+    if (type == H3_F32) ahead(w + i * bytes + 2112);
 #pragma GCC unroll 4
-      for (int a = 0; a < NX; a++) acc[a * NW + b] += xs[a] * wv;
+    for (int u = 0; u < 4; u++) {
+      v8 weight = load_as(w, type, i + 8 * u);
+#pragma GCC unroll 2
+      for (int a = 0; a < X; a++) acc[a][u] += load8(x + a * ldx + i + 8 * u) * weight;
     }
   }
-  for (int j = 0; j < 8 && i < k; j++)
-    acc[j] += load_part(x + j / NW * ldx, H3_F32, i, k - i) * load_part(w + j % NW * row_bytes, type, i, k - i);
-  return sums8(acc);
+#pragma GCC unroll 2
+  for (int a = 0; a < X; a++) out[8 * a] = (acc[a][0] + acc[a][1]) + (acc[a][2] + acc[a][3]);
+  for (; i < k; i += 8)
+    for (int a = 0; a < X; a++) {
+      const int64_t n = k - i;
+      v8 weight = n >= 8 ? load_as(w, type, i) : load_part(w, type, i, n);
+      out[8 * a] += load_some(x + a * ldx + i, n) * weight;
+    }
 }
 
 INLINE void dots_of(const float *x, int64_t ldx, const char *w, int type, int64_t n, int64_t k, const float *bias,
-                    int accumulate, float *y, int64_t ldy, const int NX) {
-  const int NW = 8 / NX;
+                    int accumulate, float *y, int64_t ldy, const int X) {
   const int64_t row_bytes = k * (type == H3_F32 ? 4 : 2);
-  for (int64_t j = 0; j < n; j += NW) {
-    float sums[8];
-    const int count = (int)h3_min64(NW, n - j);
-    if (count == NW)
-      store8(sums, dot_block(x, ldx, w + j * row_bytes, type, row_bytes, k, NX));
-    else /* a stride of nothing repeats the first row where there are no more */
-      for (int b = 0; b < count; b++) {
-        v8 repeated = dot_block(x, ldx, w + (j + b) * row_bytes, type, 0, k, NX);
-        for (int a = 0; a < NX; a++) sums[a * NW + b] = repeated[a * NW];
-      }
-    for (int a = 0; a < NX; a++)
-      for (int b = 0; b < count; b++) {
-        float *cell = y + a * ldy + j + b;
-        float value = sums[a * NW + b] + (bias ? bias[j + b] : 0.0f);
-        *cell = accumulate ? *cell + value : value;
-      }
+  for (int64_t j = 0; j < n; j += 8) {
+    const int64_t count = h3_min64(8, n - j);
+    v8 lanes[16] = {zero8()};
+    for (int64_t b = 0; b < count; b++) dot_row(x, ldx, w + (j + b) * row_bytes, type, k, lanes + b, X);
+    for (int a = 0; a < X; a++) {
+      float *cells = y + a * ldy + j;
+      v8 sums = sums8(lanes + 8 * a);
+      if (bias) sums += load_some(bias + j, count);
+      if (accumulate) sums += load_some(cells, count);
+      store_some(cells, sums, count);
+    }
   }
 }
 
 INLINE void dots_typed(const float *x, int64_t ldx, int rows, const void *w, int type, int64_t n, int64_t k,
                        const float *bias, int accumulate, float *y, int64_t ldy) {
-  if (rows == 4)
-    dots_of(x, ldx, w, type, n, k, bias, accumulate, y, ldy, 4);
-  else if (rows >= 2)
-    dots_of(x, ldx, w, type, n, k, bias, accumulate, y, ldy, 2);
-  if (rows & 1) {
-    int last = rows - 1;
-    dots_of(x + last * ldx, ldx, w, type, n, k, bias, accumulate, y + last * ldy, ldy, 1);
-  }
+  int row = 0;
+  for (; row + 2 <= rows; row += 2)
+    dots_of(x + row * ldx, ldx, w, type, n, k, bias, accumulate, y + row * ldy, ldy, 2);
+  if (row < rows) dots_of(x + row * ldx, ldx, w, type, n, k, bias, accumulate, y + row * ldy, ldy, 1);
 }
 
 static void dots(const float *x, int64_t ldx, int rows, const void *w, int type, int64_t n, int64_t k,
