@@ -72,6 +72,13 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The element type of a tensor, without reading it; float32 for what is no float of this build."""
+        if name not in self:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
+        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        return kinds.get(self._open(self._where[name]).get_slice(name).get_dtype(), torch.float32)
+
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads one tensor.
 

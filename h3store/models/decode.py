@@ -29,6 +29,7 @@ from h3store.models.llama import Llama, load_weights
 from h3store.models.sampling import Sampler, SamplingParams
 from h3store.models.storage import open_store
 from h3store.models.tokenizer import Tokenizer
+from h3store.models.weights import open_weights, packed_path
 from h3store.store import Store
 
 __all__ = ["Completion", "Decoder", "SamplingParams"]
@@ -112,13 +113,17 @@ class Decoder:
         _check_served(device, hbm_bytes, kv_format, policy)
         config = read_config(folder)
         wanted = _dtype(dtype)
-        with ExitStack() as resources:
-            checkpoint = resources.enter_context(Checkpoint.open(folder))
-            weights = load_weights(checkpoint, config, wanted)
-            kv_dtype = wanted or config.dtype or weights["embed"].dtype
-            model = Llama(config, checkpoint, weights)
+        with ExitStack() as resources, Checkpoint.open(folder) as checkpoint:
+            kv_dtype = wanted or config.dtype or checkpoint.dtype_of("model.embed_tokens.weight")
             name = fingerprint(config, checkpoint.files, kv_dtype, kv_format)
             opened = resources.enter_context(open_store(store, ddr_bytes))
+            if weights_ddr_bytes is None:
+                weights = load_weights(checkpoint, config, wanted)
+            else:
+                path = packed_path(opened.path, name)
+                packed, weights = open_weights(path, checkpoint, config, wanted, weights_ddr_bytes)
+                resources.callback(packed.close)
+            model = Llama(config, checkpoint, weights)
             layout = KVLayout(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, kv_dtype)
             return cls(config, model, KVStore(opened, layout, name), layout, opened, resources.pop_all())
 
@@ -270,7 +275,7 @@ class Decoder:
         return ids
 
     def close(self) -> None:
-        """Closes the store if this decoder opened it, and the weight files."""
+        """Closes the stores that this decoder opened. A second close does nothing."""
         self._resources.close()
 
     def __enter__(self) -> Decoder:

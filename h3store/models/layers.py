@@ -40,10 +40,11 @@ class Linear:
     Args:
         weight: (out_features, in_features), contiguous, on CPU; plain or tiered.
         bias: (out_features,), float32, or None.
+        name: what messages call it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, name: str = "linear layer") -> None:
+        self.weight, self.bias, self.name = weight, bias, name
         self.out_features, self.in_features = weight.shape
         self._type = _TYPES[weight.dtype]
         self._weight = ffi.cast("void *", weight.data_ptr())
@@ -61,12 +62,12 @@ class Linear:
             exact_rows: each row gets the same bits however many rows there are.
         """
         if x.width != self.in_features or y.width != self.out_features or rows > min(x.capacity, y.capacity):
-            raise ValueError(f"linear {self.out_features} x {self.in_features}: {rows} rows of {x.tensor.shape} into "
-                             f"{y.tensor.shape}")
+            raise ValueError(f"weights {self.name}, {self.out_features} x {self.in_features}: {rows} rows of "
+                             f"{x.tensor.shape} into {y.tensor.shape}")
         status = lib.h3_linear(x.address, rows, self._weight, self._type, self._bias, self.out_features,
                                self.in_features, accumulate, exact_rows, y.address)
         if status:
-            check(status, "weights of a linear layer")
+            check(status, f"weights {self.name}")
 
 
 class Embedding:
@@ -95,7 +96,7 @@ class Norm:
     """Root-mean-square norm with a float32 weight (hidden_size,)."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight.float().contiguous(), eps
+        self.weight, self.eps = weight.to(torch.float32, copy=True), eps
         self._weight = ffi.cast("float *", self.weight.data_ptr())
 
     def __call__(self, x: Rows, y: Rows, rows: int) -> None:

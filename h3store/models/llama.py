@@ -18,7 +18,7 @@ from h3store.models.checkpoint import Checkpoint
 from h3store.models.config import LlamaConfig
 from h3store.models.layers import Embedding, Linear, Norm, Rows, silu_mul
 
-__all__ = ["KVBlocks", "Llama", "load_weights", "weight_names"]
+__all__ = ["KVBlocks", "Llama", "load_weight", "load_weights", "weight_names"]
 
 
 class KVBlocks(Protocol):
@@ -68,10 +68,12 @@ def load_weights(checkpoint: Checkpoint, config: LlamaConfig, dtype: torch.dtype
     Raises:
         CheckpointError: a tensor is missing, or has another shape than the configuration promises.
     """
-    return {name: _stack(checkpoint, config, parts, dtype) for name, (parts, _) in weight_names(config).items()}
+    return {name: load_weight(checkpoint, config, name, dtype) for name in weight_names(config)}
 
 
-def _stack(checkpoint: Checkpoint, config: LlamaConfig, parts: tuple[str, ...], dtype: torch.dtype | None) -> Tensor:
+def load_weight(checkpoint: Checkpoint, config: LlamaConfig, name: str, dtype: torch.dtype | None) -> Tensor:
+    """Reads one matrix of `weight_names`; see `load_weights`."""
+    parts, _ = weight_names(config)[name]
     tensors = [checkpoint.get(name, _shape(config, name)) for name in parts]
     stored = tensors[0].dtype
     for tensor in tensors[1:]:
@@ -132,7 +134,7 @@ class Llama:
         self._embed = Embedding(weights["embed"])
         self._layers = [self._layer(checkpoint, l) for l in range(config.num_hidden_layers)]
         self._norm = self._read_norm(checkpoint, "model.norm")
-        self._head = Linear(weights["embed" if config.tie_word_embeddings else "head"])
+        self._head = Linear(weights["embed" if config.tie_word_embeddings else "head"], name="of the output head")
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
         self._workspace = _Workspace(config, 1)
         self._last = Rows(1, config.hidden_size)
@@ -144,7 +146,7 @@ class Llama:
         def linear(name: str, parts: tuple[str, ...], biased: bool) -> Linear:
             names = [f"{at}.{part}.bias" for part in parts]
             bias = torch.cat([checkpoint.get(n, _shape(config, n)).float() for n in names]) if biased else None
-            return Linear(self.weights[f"{l}.{name}"], bias)
+            return Linear(self.weights[f"{l}.{name}"], bias, f"of {at}, {', '.join(parts)}")
 
         return _Layer(
             self._read_norm(checkpoint, f"{at}.input_layernorm"),
