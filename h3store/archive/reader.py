@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from h3store.archive.fileio import FileIO
+from h3store.archive.index import decode_index
 from h3store.archive.layout import HEADER_BYTES, Header, Slot, xxh64
-from h3store.archive.records import TensorRecord, decode_index
+from h3store.archive.records import TensorRecord
 from h3store.archive.tables import read_table
 from h3store.errors import (
     ArchiveError,

@@ -18,10 +18,11 @@ import numpy as np
 
 from h3store._ffi import check, ffi, lib
 from h3store.archive.fileio import FileIO
+from h3store.archive.index import encode_index
 from h3store.archive.layout import FEATURE_BASE, Header, Slot, xxh64
 from h3store.archive.place import Place
 from h3store.archive.reader import Reader
-from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord, encode_index
+from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
 from h3store.archive.tables import bad_entries, read_table, write_tables
 from h3store.codec import CHUNK_DTYPE, Spec
 from h3store.errors import StoreClosedError, TensorNotFoundError, UsageError
