@@ -51,6 +51,9 @@ lint: $(VENV)/.stamp-dev
 type: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 
+sanitize: $(VENV)/.stamp-test
+	$(MAKE) -C native/tests run PYTHON=$(abspath $(BIN)/python)
+
 bench: $(VENV)/.stamp-bench
 	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null && ../$(BIN)/asv run --python=same --show-stderr $(ASV_FLAGS)
 
