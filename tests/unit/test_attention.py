@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -103,7 +104,8 @@ def test_merging_with_an_empty_state_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads,kv_heads,dim", [(9, 3, 64), (4, 4, 16), (8, 1, 128), (10, 2, 8), (6, 3, 24), (12, 1, 72)])
+@pytest.mark.parametrize("heads,kv_heads,dim",
+                         [(9, 3, 64), (4, 4, 16), (8, 1, 128), (10, 2, 8), (6, 3, 24), (12, 1, 72)])
 @pytest.mark.parametrize("exact_rows", [False, True])
 def test_native_attention_agrees_with_the_definition(isa: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
                                                      exact_rows: bool) -> None:
@@ -136,7 +138,7 @@ def test_rows_have_the_same_bits_however_they_are_cut() -> None:
     whole = block_attention(q, 9, blocks.kv, kv_to=length, first=0, scale=0.125, exact_rows=True)[0]
     cuts = [0, 1, 50, 64, 129, 640, 1100, 1299, 1300]
     parts = [block_attention(q[a:b], 9, blocks.kv, kv_to=b, first=a, scale=0.125, exact_rows=True)[0]
-             for a, b in zip(cuts, cuts[1:], strict=False)]
+             for a, b in itertools.pairwise(cuts)]
     assert torch.equal(whole, torch.cat(parts))
 
 
