@@ -12,6 +12,7 @@
 
 enum {
   PACKED_BYTES = 196608,  /* packed panels of one unit: they stay in a core's second-level cache with the rows of x */
+  SMALL_UNIT = 32768,      /* products below which handing out a unit costs more than doing it */
   ROW_BLOCK_BYTES = 131072 /* rows of x that meet all panels of a unit before the next rows come */
 };
 
@@ -114,7 +115,8 @@ int h3_linear(const float *x, int64_t rows, const void *w, int type, const float
   size_t per_column = few ? job.row_bytes : (size_t)k * 4;
   int64_t columns = (int64_t)((few ? (size_t)H3_PANEL_BYTES : (size_t)PACKED_BYTES) / per_column);
   int64_t share = n / (4 * h3_get_threads()); /* a few units a thread, or the last ones leave threads idle */
-  job.columns = h3_max64(H3_NR, h3_min64(columns, share) / H3_NR * H3_NR);
+  int64_t least = SMALL_UNIT / (k * (few ? 1 : rows));
+  job.columns = h3_max64(H3_NR, h3_min64(columns, h3_max64(share, least)) / H3_NR * H3_NR);
   return h3_parallel(few ? dots_unit : tiles_unit, &job, (n + job.columns - 1) / job.columns);
 }
 

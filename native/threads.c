@@ -1,7 +1,9 @@
 /* threads.c: the pool that kernels run on, and per-thread scratch.
  *
  * Locks: `owner` is held by the thread whose job runs, for the whole job; a second caller that finds it taken does its
- * units itself. Nothing else is locked: a job is published by bumping `generation`, workers sleep on that word.
+ * units itself. Nothing else is locked: a job is published by bumping `generation`, workers sleep on that word, and enter
+ * the job through `gate` while it is open. The owner closes the gate when no unit is left and waits for those inside
+ * alone, so a worker that the system has not scheduled yet costs nothing.
  * Units may fault pages in, so workers keep the fault signals open and block every other one.
  * Fork: the child has no workers; the atfork hook forgets them, and the next job starts new ones.
  */
@@ -17,6 +19,7 @@
 #include <unistd.h>
 #include "compute.h"
 
+#define GATE_OPEN 0x80000000u
 enum { SPINS = 4000 }; /* pauses before sleeping, about 40 us: a decode step's next kernel comes sooner than that */
 
 static struct {
@@ -25,7 +28,7 @@ static struct {
   int started;                   /* workers alive; guarded by owner */
   _Atomic uint32_t generation;   /* futex word: one more per job */
   _Atomic uint32_t sleepers;     /* workers in a futex wait */
-  _Atomic uint32_t running;      /* futex word: workers still in the job */
+  _Atomic uint32_t gate;         /* futex word: GATE_OPEN while units are left, plus the workers inside */
   uint32_t birth[H3_MAX_THREADS]; /* generation at which each worker was started */
   int joining;                   /* threads of this job; a worker at or above it sits the job out */
   h3_unit_fn fn;
@@ -83,13 +86,21 @@ static uint32_t next_generation(uint32_t seen) {
   return atomic_load(&pool.generation);
 }
 
+static int enter(void) {
+  uint32_t gate = atomic_load(&pool.gate);
+  while (gate & GATE_OPEN)
+    if (atomic_compare_exchange_weak(&pool.gate, &gate, gate + 1)) return 1;
+  return 0;
+}
+
 static void *work(void *argument) {
   int worker = (int)(intptr_t)argument;
   uint32_t seen = pool.birth[worker];
   for (;;) {
     seen = next_generation(seen);
+    if (!enter()) continue;
     if (worker < pool.joining) run_units(worker);
-    if (atomic_fetch_sub(&pool.running, 1) == 1) wake_word(&pool.running);
+    if (atomic_fetch_sub(&pool.gate, 1) == 1) wake_word(&pool.gate);
   }
   return NULL;
 }
@@ -99,7 +110,7 @@ static void forget_workers(void) {
   pool.started = 0;
   atomic_store(&pool.generation, 0);
   atomic_store(&pool.sleepers, 0);
-  atomic_store(&pool.running, 0);
+  atomic_store(&pool.gate, 0);
 }
 
 static void free_scratch(void *slots) {
@@ -132,8 +143,9 @@ static int start_worker(int worker) {
 
 static void join_workers(void) {
   uint32_t left;
-  for (int i = 0; i < SPINS && atomic_load(&pool.running); i++) relax();
-  while ((left = atomic_load(&pool.running))) wait_word(&pool.running, left);
+  atomic_fetch_and(&pool.gate, ~GATE_OPEN);
+  for (int i = 0; i < SPINS && atomic_load(&pool.gate); i++) relax();
+  while ((left = atomic_load(&pool.gate))) wait_word(&pool.gate, left);
 }
 
 static int alone(h3_unit_fn fn, void *context, int64_t from, int64_t n_units) {
@@ -152,7 +164,7 @@ int h3_parallel(h3_unit_fn fn, void *context, int64_t n_units) {
   atomic_store(&pool.next, 0);
   atomic_store(&pool.status, H3_OK);
   atomic_store(&pool.n_retry, 0);
-  atomic_store(&pool.running, (uint32_t)pool.started);
+  atomic_store(&pool.gate, GATE_OPEN);
   atomic_fetch_add(&pool.generation, 1);
   if (atomic_load(&pool.sleepers)) wake_word(&pool.generation);
   run_units(0);
