@@ -109,6 +109,12 @@ class Slot:
                             self.required, 0)
         return fields + _CHECK.pack(xxh64(fields, _seed(uuid)))
 
+    @staticmethod
+    def torn(page: bytes, which: int, uuid: bytes) -> bool:
+        """Whether slot 0 or 1 was written and fails its own check: what a power loss during its write can leave."""
+        data = page[SLOT_OFFSETS[which]:SLOT_OFFSETS[which] + SLOT_BYTES]
+        return any(data) and _CHECK.unpack_from(data, _SLOT.size)[0] != xxh64(data[:_SLOT.size], _seed(uuid))
+
     @classmethod
     def from_page(cls, page: bytes, which: int, uuid: bytes, path: str, file_bytes: int) -> Slot | None:
         """Reads slot 0 or 1 of a header page; None when it was never written.
@@ -122,7 +128,7 @@ class Slot:
         if not any(data):
             return None
         where = f"{path}: commit slot {which} at byte {at}"
-        if _CHECK.unpack_from(data, _SLOT.size)[0] != xxh64(data[:_SLOT.size], _seed(uuid)):
+        if cls.torn(page, which, uuid):
             raise CorruptArchiveError(f"{where} fails its check")
         slot = cls(*_SLOT.unpack_from(data)[:6])
         _check_features(slot.required, where)

@@ -14,7 +14,7 @@ import numpy as np
 
 from h3store.archive.fileio import FileIO
 from h3store.archive.index import decode_index
-from h3store.archive.layout import HEADER_BYTES, Header, Slot, xxh64
+from h3store.archive.layout import HEADER_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
 from h3store.archive.records import TensorRecord
 from h3store.archive.tables import read_table
 from h3store.errors import (
@@ -115,23 +115,23 @@ class Reader:
         return self._io
 
     def _choose(self, page: bytes, size: int) -> Slot:
-        """The valid slot with the highest sequence whose index verifies; sets records and metadata."""
+        """The whole slot with the highest sequence; sets records and metadata.
+
+        A slot is written only when everything it refers to is on disk. So one that passes its own check and yet leads
+        to something missing or changed is damage, and an older commit in its place would be a silent loss.
+        """
         found: list[Slot] = []
         for which in (0, 1):
-            try:
-                slot = Slot.from_page(page, which, self.uuid, self.path, size)
-            except CorruptArchiveError as error:
-                self.notes.append(str(error))
-            else:
-                found += [slot] if slot else []
-        for slot in sorted(found, key=lambda slot: slot.sequence, reverse=True):
-            try:
-                self.records, self.metadata = self._read_index(slot)
-                return slot
-            except CorruptArchiveError as error:
-                self.notes.append(str(error))
-        reasons = "; ".join(self.notes) or "both commit slots are empty"
-        raise CorruptArchiveError(f"{self.path}: no commit can be read ({reasons}); restore the file from a copy")
+            if Slot.torn(page, which, self.uuid):
+                self.notes.append(f"{self.path}: commit slot {which} at byte {SLOT_OFFSETS[which]} fails its check")
+            elif slot := Slot.from_page(page, which, self.uuid, self.path, size):
+                found.append(slot)
+        if not found:
+            reasons = "; ".join(self.notes) or "both commit slots are empty"
+            raise CorruptArchiveError(f"{self.path}: no commit can be read ({reasons}); restore the file from a copy")
+        newest = max(found, key=lambda slot: slot.sequence)
+        self.records, self.metadata = self._read_index(newest)
+        return newest
 
     def _read_index(self, slot: Slot) -> tuple[dict[str, TensorRecord], dict[str, Any]]:
         data = self.io.read(slot.index_offset, slot.index_bytes, "index")
