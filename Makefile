@@ -55,7 +55,8 @@ sanitize: $(VENV)/.stamp-test
 	$(MAKE) -C native/tests run PYTHON=$(abspath $(BIN)/python)
 
 bench: $(VENV)/.stamp-bench
-	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null && ../$(BIN)/asv run --python=same --show-stderr $(ASV_FLAGS)
+	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null && ../$(BIN)/asv run --python=same \
+	  --set-commit-hash $$(git rev-parse HEAD) --show-stderr $(ASV_FLAGS)
 
 bench-html: $(VENV)/.stamp-bench
 	cd asv_bench && ../$(BIN)/asv publish

@@ -7,20 +7,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from h3store.errors import H3Error
-from h3store.store import Store, load, open, pin, prefetch, save
-from h3store.tensor import TieredTensor
 
-__all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "load", "open", "pin", "prefetch", "save"]
+if TYPE_CHECKING:
+    from h3store import batch
+    from h3store.models.decode import Decoder
+    from h3store.store import Store, load, open, pin, prefetch, save
+    from h3store.tensor import TieredTensor
+
+__all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "batch", "load", "open", "pin", "prefetch", "save"]
 __version__ = "0.1.0"
+
+# Names that come with torch, or with the decoder's own imports: loaded when first asked for, so that the command line
+# answers at once.
+_HOMES = {"Decoder": "models.decode", "TieredTensor": "tensor"} | dict.fromkeys(
+    ("Store", "load", "open", "pin", "prefetch", "save"), "store")
 
 
 def __getattr__(name: str) -> Any:
-    """Decoder comes with its own imports, which a user of tensors alone does not pay for."""
-    if name == "Decoder":
-        from h3store.models.decode import Decoder
+    """Returns a public name, importing its module on first use."""
+    if name == "batch":
+        return importlib.import_module("h3store.batch")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'h3store' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"h3store.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return Decoder
-    raise AttributeError(f"module 'h3store' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

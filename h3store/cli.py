@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -16,10 +17,24 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from h3store.errors import ArchiveError, ArchiveNotFoundError, BudgetError, H3Error, UsageError
+from rich.markup import escape
+from rich.table import Table
+
+from h3store.console import JobProgress, stdout_console
+from h3store.errors import (
+    ArchiveError,
+    ArchiveNotFoundError,
+    BudgetError,
+    CorruptArchiveError,
+    H3Error,
+    UsageError,
+)
 from h3store.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from h3store.archive import ArchiveInfo
 
 DONE, ERROR_ROWS, USAGE, STORAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
@@ -123,7 +138,7 @@ def _add_model_flags(parser: argparse.ArgumentParser, dtype: str | None) -> None
     parser.add_argument("--store", type=Path, metavar="FILE", help="archive of KV caches, created if absent; "
                         "a document in it is restored, not computed (default: a temporary one)")
     parser.add_argument("--ddr", type=_size, metavar="SIZE", help='host memory for KV blocks at most, such as "64MiB"')
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=dtype,
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=dtype,
                         help="what is computed in, and what KV is kept in (default: "
                         f"{dtype or 'as the checkpoint says'})")
 
@@ -221,8 +236,37 @@ def _add_inspect(commands: Any) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from h3store import archive
 
-    _print_json(archive.describe(args.file))
+    info = archive.describe(args.file)
+    if args.json:
+        _print_json(_archive_json(info))
+    else:
+        _print_archive(info)
     return DONE
+
+
+def _archive_json(info: ArchiveInfo) -> dict[str, Any]:
+    shown = dataclasses.asdict(info) | {"raw_bytes": info.raw_bytes, "stored_bytes": info.stored_bytes}
+    for row, tensor in zip(shown["tensors"], info.tensors, strict=True):
+        row["ratio"] = tensor.ratio if tensor.stored_bytes else None  # JSON has no infinity
+    return shown
+
+
+def _print_archive(info: ArchiveInfo) -> None:
+    table = Table("tensor", "dtype", "shape", "raw", "stored", "ratio", "chunks by filter", box=None, pad_edge=False)
+    for column in table.columns[3:6]:
+        column.justify = "right"
+    for t in info.tensors:
+        filters = ", ".join(f"{name} {count}" for name, count in t.filters.items())
+        table.add_row(escape(t.name), t.dtype, " x ".join(map(str, t.shape)) or "scalar", format_bytes(t.raw_bytes),
+                      format_bytes(t.stored_bytes), f"{t.ratio:.2f}", filters)
+    ratio = info.raw_bytes / info.stored_bytes if info.stored_bytes else float("inf")
+    table.add_row("total", "", f"{len(info.tensors)} tensors", format_bytes(info.raw_bytes),
+                  format_bytes(info.stored_bytes), f"{ratio:.2f}", "")
+    stdout_console().print(table)
+    print(f"file {format_bytes(info.file_bytes)}, of which {format_bytes(info.dead_bytes)} no longer in use; "
+          f"commit {info.sequence}")
+    for note in info.notes:
+        print(f"note: {note}")
 
 
 def _add_verify(commands: Any) -> None:
@@ -235,7 +279,21 @@ def _add_verify(commands: Any) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from h3store import archive
 
-    _print_json(archive.verify(args.file))
+    with JobProgress("chunk bytes", 0) as progress:
+        report = archive.verify(args.file, progress=progress.amount)
+    if args.json:
+        _print_json(dataclasses.asdict(report) | {"ok": report.ok})
+    else:
+        for bad in report.bad:
+            print(f"damaged: tensor {bad.tensor}, block {bad.block}, offset {bad.offset}: {bad.reason}")
+        for note in report.notes:
+            print(f"note: {note}")
+        print(f"{args.file}: {report.tensors} tensors, {report.chunks} blocks, {format_bytes(report.raw_bytes)}: "
+              + ("sound" if report.ok else f"{len(report.bad)} damaged"))
+    if not report.ok:
+        first = report.bad[0]
+        raise CorruptArchiveError(f"{args.file}: {len(report.bad)} damaged blocks, the first is tensor {first.tensor}, "
+                                  f"block {first.block}, offset {first.offset}; take the file from a copy")
     return DONE
 
 

@@ -17,6 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 PLAIN_INTERVAL_S = 10.0
 
 
+def stdout_console() -> Console:
+    """Returns a console for results: as wide as the terminal, and wide enough for whole lines where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
 class JobProgress:
     """Progress of a job of several steps, each a prefill and new tokens.
 
@@ -40,7 +45,7 @@ class JobProgress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bars = Progress(*columns, console=Console(file=self._stream), transient=True)
         self._steps = bars.add_task(self._title, total=self._total, completed=self._done)
-        self._step = bars.add_task("waiting", total=None)
+        self._step = bars.add_task("waiting", total=None, visible=self._total > 0)
         return bars
 
     def say(self, text: str) -> None:
@@ -57,6 +62,11 @@ class JobProgress:
             self._bars.update(self._step, description="prompt tokens", completed=done, total=total)
         elif time.monotonic() - self._last_line_s > PLAIN_INTERVAL_S:
             self._line(f"  prompt tokens {done}/{total}")
+
+    def amount(self, done: int, total: int) -> None:
+        """Progress of a job that is one step: units done and in all."""
+        if self._bars:
+            self._bars.update(self._steps, completed=done, total=total)
 
     def token(self, token: int) -> None:
         """One new token of the step in hand."""

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from h3store.console import JobProgress
+from h3store.console import JobProgress, stdout_console
 from h3store.errors import UsageError
+from h3store.models.config import LlamaConfig, read_config
 from h3store.models.decode import Completion, Decoder, SamplingParams
 from h3store.models.fetch import fetch_smollm2
-from h3store.units import format_bytes
+from h3store.models.tokenizer import Tokenizer
+from h3store.units import MiB, format_bytes
 
 # Topics of the language reference that every supported Python has, in this order; their text differs a little.
 TOPICS = ("import", "assert", "global", "nonlocal", "raise", "with", "try")
@@ -55,6 +57,25 @@ class Job:
     ddr_bytes: int | None = None
     dtype: str = "float32"
     max_tokens: int = 48
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from document, model and budget before any work.
+
+    Attributes:
+        document: the text that is asked about, cut to what the context holds.
+        tokens: its length.
+        left_out: tokens of the document that did not fit.
+        kv_bytes: raw KV bytes of these tokens.
+        ddr_bytes: the budget.
+    """
+
+    document: str
+    tokens: int
+    left_out: int
+    kv_bytes: int
+    ddr_bytes: int
 
 
 def default_document() -> str:
@@ -98,6 +119,31 @@ def _read(job: Job) -> str:
     if not text.strip():
         raise UsageError(f"--document {job.document}: the file has no text")
     return text
+
+
+def _plan(job: Job, folder: Path, questions: Sequence[str]) -> Plan:
+    config, tokenizer = read_config(folder), Tokenizer(folder)
+    around = max(len(tokenizer.apply_chat_template(_messages("", question))) for question in questions)
+    room = config.max_position_embeddings - around - job.max_tokens
+    if room < 1:
+        raise UsageError(f"questions of up to {around} tokens and answers of {job.max_tokens} leave the document no "
+                         f"room in a context of {config.max_position_embeddings} tokens; shorten them, or --max-tokens")
+    if job.document is None:
+        room = min(room, DEFAULT_DOCUMENT_TOKENS)
+    text = _read(job)
+    ids = tokenizer.encode(text)
+    # Cutting may leave half a character, and joining the question may merge a token: a few tokens stay free for both.
+    document = text if len(ids) <= room else tokenizer.decode(ids[:room - 4]).rstrip("\ufffd")
+    tokens = len(tokenizer.encode(document))
+    kv_bytes = tokens * _kv_bytes_per_token(config, job.dtype)
+    # A budget has to hold more than the block in hand, however short the document is.
+    ddr_bytes = job.ddr_bytes if job.ddr_bytes is not None else max(kv_bytes // DDR_PART, MiB)
+    return Plan(document, tokens, len(ids) - tokens if job.document else 0, kv_bytes, ddr_bytes)
+
+
+def _kv_bytes_per_token(config: LlamaConfig, dtype: str) -> int:
+    element_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element_bytes
 
 
 def _messages(document: str, question: str) -> list[dict[str, str]]:
@@ -155,16 +201,12 @@ def _report(job: Job, folder: Path, plan: Plan, decoder: Decoder, answers: list[
 
 def show(report: dict[str, Any]) -> None:
     """Prints answers and table to stdout."""
-    console = Console(highlight=False)
+    console = stdout_console()
     for answer in report["questions"]:
-        console.print(f"\n[bold]{_plain(answer['question'])}[/bold]\n{_plain(answer['answer'].strip())}")
+        console.print(f"\n[bold]{escape(answer['question'])}[/bold]\n{escape(answer['answer'].strip())}")
     console.print()
     console.print(_question_table(report["questions"]))
     console.print(_total_table(report))
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def _question_table(answers: list[dict[str, Any]]) -> Table:

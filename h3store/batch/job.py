@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from h3store.batch.files import ResultFile, read_input, write_all
 from h3store.batch.runner import Rows, answers
 from h3store.console import JobProgress
+from h3store.errors import StorageFullError
 from h3store.models.decode import Decoder
 
 
@@ -62,8 +64,17 @@ def _answer(job: FileJob, remaining: Rows, out: ResultFile) -> None:
     with JobProgress("row", total + out.resumed_rows, out.resumed_rows) as progress, _decoder(job) as decoder:
         decoder.tokenizer  # noqa: B018  a model without one must fail before work begins
         answered = answers(remaining.requests, decoder, progress, model=job.model.resolve().name)
-        for row in write_all(out, remaining, answered):
+        for row in write_all(out, remaining, _naming_the_store(answered, decoder.store.path)):
             progress.step_done(_line(row))
+
+
+def _naming_the_store(answered: Iterator[dict[str, Any]], store: str | Path) -> Iterator[dict[str, Any]]:
+    """The same rows; a full disk says whose file it was and what to do."""
+    try:
+        yield from answered
+    except StorageFullError as error:
+        raise StorageFullError(f"store {store}: {error}; finished rows are kept. Make room and run the same command "
+                               "again") from error
 
 
 def _decoder(job: FileJob) -> Decoder:

@@ -1,0 +1,144 @@
+"""inspect, verify, doctor, import-gguf and the rules that hold for every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import h3store
+from tests.e2e.conftest import Cli, environment
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    tensors = {
+        "weight": torch.randn(300, 256).to(torch.bfloat16),
+        "steps": torch.arange(50_000),
+        "none": torch.zeros(0, 4),
+    }
+    h3store.save(tensors, tmp_path / "a.h3")
+    return tmp_path / "a.h3"
+
+
+def test_inspect_shows_tensors_and_totals(cli: Cli, archive: Path) -> None:
+    shown = json.loads(cli("inspect", archive, "--json", check=0).stdout)
+    tensors = {t["name"]: t for t in shown["tensors"]}
+    assert set(tensors) == {"weight", "steps", "none"}
+    assert (tensors["weight"]["dtype"], tensors["weight"]["shape"]) == ("bfloat16", [300, 256])
+    assert tensors["weight"]["raw_bytes"] == 300 * 256 * 2
+    assert tensors["weight"]["ratio"] > 1.2 and tensors["steps"]["ratio"] > 4
+    assert shown["raw_bytes"] == sum(t["raw_bytes"] for t in tensors.values())
+    table = cli("inspect", archive, check=0).stdout
+    for said in ("weight", "bfloat16", "300 x 256", "steps", "total"):
+        assert said in table
+
+
+def test_verify_finds_nothing_wrong(cli: Cli, archive: Path) -> None:
+    assert "sound" in cli("verify", archive, check=0).stdout
+    assert json.loads(cli("verify", archive, "--json", check=0).stdout)["bad"] == []
+
+
+def test_verify_names_what_is_damaged(cli: Cli, archive: Path) -> None:
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 4] ^= 1  # inside the largest tensor's stored bytes
+    archive.write_bytes(data)
+    done = cli("verify", archive, check=3)
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("h3store: error: ") and "a.h3" in line
+    assert any(word in line for word in ("weight", "steps")) and "block" in line and "offset" in line
+
+
+@pytest.mark.parametrize("cut", [0, 3, 100])
+def test_a_cut_archive_is_an_integrity_error(cli: Cli, archive: Path, cut: int) -> None:
+    data = archive.read_bytes()
+    archive.write_bytes(data[:cut] if cut < 100 else data[:-cut])
+    for command in ("inspect", "verify"):
+        assert "a.h3" in cli(command, archive, check=3).stderr
+
+
+def test_a_missing_archive_is_bad_input(cli: Cli) -> None:
+    for command in ("inspect", "verify"):
+        assert "no.h3" in cli(command, "no.h3", check=2).stderr
+
+
+def test_doctor_says_what_to_do_where_something_is_missing(cli: Cli, tmp_path: Path) -> None:
+    found = json.loads(cli("doctor", "--json", check=0).stdout)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert {
+        "kernel",
+        "privilege",
+        "userfaultfd",
+        "fault delivery",
+        "vm.max_map_count",
+        "memory",
+        "cgroup memory limit",
+        "RLIMIT_AS",
+        "processor",
+        "versions",
+        "CUDA",
+        "disk",
+    } <= set(checks)
+    assert all(check["status"] == "ok" or check["advice"] for check in checks.values())
+    assert checks["fault delivery"]["value"].startswith(("signal", "dispatch"))
+    assert "MB/s" in checks["disk"]["value"]
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    text = cli("doctor", check=0).stdout
+    assert all(name in text for name in checks)
+
+
+def test_doctor_reports_a_folder_that_can_not_be_written(cli: Cli) -> None:
+    found = json.loads(cli("doctor", "--json", "--path", "/proc/no/such", check=0).stdout)
+    (disk,) = [check for check in found["checks"] if check["name"] == "disk"]
+    assert disk["status"] == found["status"] == "fail" and "--path" in disk["advice"]
+
+
+def test_usage_errors(cli: Cli) -> None:
+    for args in ([], ["nothing"], ["inspect"], ["inspect", "a", "b"], ["run-batch", "-i", "x"], ["doctor", "--what"]):
+        done = cli(*args, check=2)
+        assert done.stdout == ""
+        assert done.stderr.strip().splitlines()[-1].startswith("h3store: error: ")
+
+
+def test_help_of_every_command(cli: Cli) -> None:
+    commands = ("demo", "run-batch", "inspect", "verify", "doctor", "import-gguf")
+    whole = cli("--help", check=0).stdout
+    for command in commands:
+        assert command in whole
+        assert f"example: h3store {command}" in " ".join(cli(command, "--help", check=0).stdout.split())
+
+
+def test_import_gguf_refuses_what_is_not_gguf(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"nothing like it" * 100)
+    assert "x.gguf" in cli("import-gguf", "x.gguf", "out", check=2).stderr
+    assert "no.gguf" in cli("import-gguf", "no.gguf", "out", check=2).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_the_traceback(archive: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "h3store", "verify", str(archive) + ".no"],
+        capture_output=True,
+        text=True,
+        env={**environment(), "H3STORE_DEBUG": "1"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(archive: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m h3store doctor | true; echo ${{PIPESTATUS[0]}}"],
+        text=True,
+        env=environment(),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == "0" and done.stderr == ""
