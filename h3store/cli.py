@@ -265,20 +265,22 @@ def _print_archive(info: ArchiveInfo) -> None:
     stdout_console().print(table)
     print(f"file {format_bytes(info.file_bytes)}, of which {format_bytes(info.dead_bytes)} no longer in use; "
           f"commit {info.sequence}")
-    for note in info.notes:
-        print(f"note: {note}")
 
 
 def _add_verify(commands: Any) -> None:
     parser = _command(commands, "verify", _verify, "read every block of an archive and check it",
                       "h3store verify weights.h3")
     parser.add_argument("file", type=Path, metavar="FILE", help="an archive")
+    parser.add_argument("--rollback", action="store_true",
+                        help="first give a damaged last commit up for the one before it; there is no way back")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _verify(args: argparse.Namespace) -> int:
     from h3store import archive
 
+    if args.rollback:
+        print(f"{args.file}: now at commit {archive.rollback(args.file)}", file=sys.stderr)
     with JobProgress("chunk bytes", 0) as progress:
         report = archive.verify(args.file, progress=progress.amount)
     if args.json:
@@ -286,8 +288,6 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         for bad in report.bad:
             print(f"damaged: tensor {bad.tensor}, block {bad.block}, offset {bad.offset}: {bad.reason}")
-        for note in report.notes:
-            print(f"note: {note}")
         print(f"{args.file}: {report.tensors} tensors, {report.chunks} blocks, {format_bytes(report.raw_bytes)}: "
               + ("sound" if report.ok else f"{len(report.bad)} damaged"))
     if not report.ok:

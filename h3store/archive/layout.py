@@ -99,21 +99,20 @@ class Slot:
     required: int = 0
 
     @property
+    def which(self) -> int:
+        """The slot that this commit lies in, 0 or 1."""
+        return self.sequence % 2
+
+    @property
     def offset(self) -> int:
         """Where in the header page this commit's slot lies."""
-        return SLOT_OFFSETS[self.sequence % 2]
+        return SLOT_OFFSETS[self.which]
 
     def to_bytes(self, uuid: bytes) -> bytes:
         """The 64 bytes of the slot."""
         fields = _SLOT.pack(self.sequence, self.index_offset, self.index_bytes, self.index_check, self.covered_bytes,
                             self.required, 0)
         return fields + _CHECK.pack(xxh64(fields, _seed(uuid)))
-
-    @staticmethod
-    def torn(page: bytes, which: int, uuid: bytes) -> bool:
-        """Whether slot 0 or 1 was written and fails its own check: what a power loss during its write can leave."""
-        data = page[SLOT_OFFSETS[which]:SLOT_OFFSETS[which] + SLOT_BYTES]
-        return any(data) and _CHECK.unpack_from(data, _SLOT.size)[0] != xxh64(data[:_SLOT.size], _seed(uuid))
 
     @classmethod
     def from_page(cls, page: bytes, which: int, uuid: bytes, path: str, file_bytes: int) -> Slot | None:
@@ -128,7 +127,7 @@ class Slot:
         if not any(data):
             return None
         where = f"{path}: commit slot {which} at byte {at}"
-        if cls.torn(page, which, uuid):
+        if _CHECK.unpack_from(data, _SLOT.size)[0] != xxh64(data[:_SLOT.size], _seed(uuid)):
             raise CorruptArchiveError(f"{where} fails its check")
         slot = cls(*_SLOT.unpack_from(data)[:6])
         _check_features(slot.required, where)

@@ -1,5 +1,5 @@
-"""Reading an archive at its last commit. Owns an open descriptor, the choice between the two commit slots, and the
-checks of chunk tables; refuses to decode chunks for anyone but verify: tensors are filled by the pager."""
+"""Reading an archive at its last commit. Owns an open descriptor and the checks of chunk tables; refuses to open at an
+older commit when the last one is damaged, and to decode chunks: tensors are filled by the pager."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from h3store.archive.commits import Damage, examine
 from h3store.archive.fileio import FileIO
-from h3store.archive.index import decode_index
-from h3store.archive.layout import HEADER_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
 from h3store.archive.records import TensorRecord
 from h3store.archive.tables import read_table
 from h3store.errors import (
@@ -61,29 +60,26 @@ class Reader:
         records: tensors by name.
         metadata: the writer's own.
         file_bytes: length of the file that the commit covers.
-        notes: why a commit slot was not usable, one text each; empty for a sound file.
     """
-
-    records: dict[str, TensorRecord]
-    metadata: dict[str, Any]
 
     def __init__(self, path: str | os.PathLike[str], *, fd: int | None = None) -> None:
         """Opens and checks; fd, when given, is an open descriptor of path that the caller keeps.
 
         Raises:
-            ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError, ArchiveError.
+            CorruptArchiveError: the file was cut or damaged; h3store.archive.rollback returns to an older commit where
+            there is one. ArchiveNotFoundError, ArchiveFormatError, ArchiveError.
         """
         self.path = os.fspath(path)
         self._owns_fd = fd is None
         self.fd = open_regular(path, os.O_RDONLY) if fd is None else fd
-        self.notes: list[str] = []
         self._io: FileIO | None = None
         try:
-            size = os.fstat(self.fd).st_size
-            self._io = FileIO(self.fd, size, self.path, writable=False)
-            page = self._io.read(0, min(size, HEADER_BYTES), "header")
-            self.uuid = Header.from_bytes(page, self.path).uuid
-            self.slot = self._choose(page, size)
+            self._io = FileIO(self.fd, os.fstat(self.fd).st_size, self.path, writable=False)
+            found = examine(self._io, self.fd)
+            if isinstance(found, Damage):
+                raise CorruptArchiveError(found.message)
+            self.uuid, self.slot = found.uuid, found.slot
+            self.records, self.metadata = found.records, found.metadata
         except BaseException:
             self.close()
             raise
@@ -113,32 +109,6 @@ class Reader:
         if self._io is None:
             raise StoreClosedError(f"{self.path}: the archive is closed; open it again")
         return self._io
-
-    def _choose(self, page: bytes, size: int) -> Slot:
-        """The whole slot with the highest sequence; sets records and metadata.
-
-        A slot is written only when everything it refers to is on disk. So one that passes its own check and yet leads
-        to something missing or changed is damage, and an older commit in its place would be a silent loss.
-        """
-        found: list[Slot] = []
-        for which in (0, 1):
-            if Slot.torn(page, which, self.uuid):
-                self.notes.append(f"{self.path}: commit slot {which} at byte {SLOT_OFFSETS[which]} fails its check")
-            elif slot := Slot.from_page(page, which, self.uuid, self.path, size):
-                found.append(slot)
-        if not found:
-            reasons = "; ".join(self.notes) or "both commit slots are empty"
-            raise CorruptArchiveError(f"{self.path}: no commit can be read ({reasons}); restore the file from a copy")
-        newest = max(found, key=lambda slot: slot.sequence)
-        self.records, self.metadata = self._read_index(newest)
-        return newest
-
-    def _read_index(self, slot: Slot) -> tuple[dict[str, TensorRecord], dict[str, Any]]:
-        data = self.io.read(slot.index_offset, slot.index_bytes, "index")
-        where = f"{self.path}: index of commit {slot.sequence} at byte {slot.index_offset}"
-        if xxh64(data) != slot.index_check:
-            raise CorruptArchiveError(f"{where} fails its check")
-        return decode_index(data, slot.covered_bytes, where)
 
     def record(self, name: str) -> TensorRecord:
         """The record of a tensor.

@@ -46,7 +46,6 @@ class VerifyReport:
         dead_bytes: of the file that the commit covers but nothing refers to.
         tail_bytes: after what the commit covers, from an append that was never committed.
         bad: chunks and tables that do not verify.
-        notes: commit slots that were not usable.
     """
 
     path: str
@@ -59,7 +58,6 @@ class VerifyReport:
     dead_bytes: int = 0
     tail_bytes: int = 0
     bad: list[BadChunk] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -98,7 +96,6 @@ class ArchiveInfo:
     tail_bytes: int
     tensors: list[TensorInfo]
     metadata: dict[str, Any]
-    notes: list[str]
 
     @property
     def raw_bytes(self) -> int:
@@ -146,7 +143,7 @@ def describe(path: str | os.PathLike[str]) -> ArchiveInfo:
             record.chunks = None
         dead = reader.file_bytes - _live_bytes(reader, extents)
         return ArchiveInfo(reader.path, reader.uuid.hex(), reader.sequence, reader.file_bytes, dead,
-                           _tail_bytes(reader), tensors, reader.metadata, reader.notes)
+                           _tail_bytes(reader), tensors, reader.metadata)
 
 
 def _tail_bytes(reader: Reader) -> int:
@@ -168,13 +165,13 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None, threa
         threads: decoding threads; None: one per processor. Memory stays at a few MiB a thread.
 
     Raises:
-        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError: no commit can be read at all. What is wrong with
-        single tensors and chunks is reported instead.
+        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError: the last commit cannot be read. What is wrong
+        with single tensors and chunks is reported instead.
     """
     threads = threads or len(os.sched_getaffinity(0))
     with Reader(path) as reader, ThreadPoolExecutor(threads) as pool:
         report = VerifyReport(reader.path, reader.sequence, len(reader.records), file_bytes=reader.file_bytes,
-                              tail_bytes=_tail_bytes(reader), notes=reader.notes)
+                              tail_bytes=_tail_bytes(reader))
         contents = Contents(reader)
         total = sum(record.nbytes for record in reader.records.values())
         done = 0

@@ -44,7 +44,6 @@ class Writer:
         sequence: number of the last commit; 0 before a replaced file's first.
         records: tensors by name as the next commit will list them; change them by put, add and remove.
         metadata: the writer's own, JSON types; change it in place.
-        notes: why a commit slot was not usable when the file was opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "w") -> None:
@@ -67,7 +66,6 @@ class Writer:
         self.metadata: dict[str, Any] = {}
         self.sequence = 0
         self.covered_bytes = 0
-        self.notes: list[str] = []
         self._index = b""
         self._lock = threading.RLock()
         self._io: FileIO | None = None
@@ -91,7 +89,7 @@ class Writer:
     def _start_at_last_commit(self) -> None:
         with Reader(self.path, fd=self._place.fd) as reader:
             self.uuid, self.records, self.metadata = reader.uuid, reader.records, reader.metadata
-            self.sequence, self.covered_bytes, self.notes = reader.sequence, reader.file_bytes, reader.notes
+            self.sequence, self.covered_bytes = reader.sequence, reader.file_bytes
             self._index = reader.io.read(reader.slot.index_offset, reader.slot.index_bytes, "index")
         self._place.truncate(self.covered_bytes)
         self._io = FileIO(self._place.fd, self.covered_bytes, self.path, writable=True)

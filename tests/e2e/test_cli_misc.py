@@ -62,6 +62,15 @@ def test_a_cut_archive_is_an_integrity_error(cli: Cli, archive: Path, cut: int) 
         assert "a.h3" in cli(command, archive, check=3).stderr
 
 
+def test_verify_rolls_back_only_when_asked(cli: Cli, archive: Path) -> None:
+    assert "sound" in cli("verify", archive, "--rollback", check=2).stderr
+    archive.write_bytes(archive.read_bytes()[:-1])
+    assert "h3store verify a.h3 --rollback" in cli("verify", "a.h3", check=3).stderr
+    done = cli("verify", archive, "--rollback", check=0)
+    assert "now at commit 1" in done.stderr and "0 tensors" in done.stdout
+    assert "0 tensors" in cli("verify", archive, check=0).stdout
+
+
 def test_a_missing_archive_is_bad_input(cli: Cli) -> None:
     for command in ("inspect", "verify"):
         assert "no.h3" in cli(command, "no.h3", check=2).stderr

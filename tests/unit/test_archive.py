@@ -7,6 +7,8 @@ import re
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -422,6 +424,26 @@ def test_a_reader_keeps_its_commit_while_the_writer_goes_on(path: Path) -> None:
             np.testing.assert_array_equal(contents.span(reader.record("a"), 0, 2000), values(1000, 1))
             with Reader(path) as later:
                 assert later.sequence == reader.sequence + 5
+
+
+def test_readers_open_while_a_writer_commits(path: Path) -> None:
+    """Whatever moment a reader hits, it finds a whole commit, and never an older one than it saw before."""
+    done = threading.Event()
+    seen: list[int] = []
+
+    def read_on() -> None:
+        while not done.is_set():
+            with Reader(path) as reader:
+                seen.append(reader.sequence)
+
+    with Writer(path) as writer, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_on)
+        for step in range(200):
+            writer.metadata["step"] = step
+            writer.commit()
+        done.set()
+        reading.result()
+        assert writer.sequence == 201 and seen == sorted(seen) and len(set(seen)) > 10
 
 
 def test_the_empty_header_page_is_as_specified(path: Path) -> None:
