@@ -1,5 +1,5 @@
-"""The boundary to native code. Owns the import of the compiled module, its start, and the map from native statuses to
-the error tree; nothing above this file knows that cffi exists. Refuses to hold any policy."""
+"""The boundary to native code. Owns the import of the compiled module, its start, the map from native statuses to the
+error tree, and the numpy form of structures that cross in arrays. Refuses to hold any policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from h3store import errors
 
-__all__ = ["check", "ffi", "lib"]
+__all__ = ["CHUNK_DTYPE", "check", "ffi", "lib"]
 
 _ZSTD_SYMBOLS = {
     "version_number": "ZSTD_versionNumber",
@@ -90,3 +92,15 @@ def check(status: int, what: str) -> None:
 
 
 check(lib.h3_init(ffi.new("h3_zstd *", _zstd_addresses())), "start of the native engine with zstandard's zstd")
+
+
+def _struct_dtype(name: str) -> np.dtype[Any]:
+    """The numpy form of a native structure of unsigned integers: the header stays the only list of its fields."""
+    fields = ffi.typeof(name).fields
+    return np.dtype({"names": [field for field, _ in fields],
+                     "formats": [f"<u{ffi.sizeof(place.type)}" for _, place in fields],
+                     "offsets": [place.offset for _, place in fields], "itemsize": ffi.sizeof(name)})
+
+
+# One entry of a chunk table, in the file as in memory.
+CHUNK_DTYPE = _struct_dtype("h3_chunk")

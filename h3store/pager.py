@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from h3store._ffi import check, ffi, lib
+from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.errors import BudgetError, StoreClosedError, UsageError
 from h3store.units import MiB, format_bytes
 
@@ -26,16 +26,6 @@ DELIVERIES = {
     "signal-copy": lib.H3_DELIVERY_SIGNAL_COPY,
 }
 _DELIVERY_NAMES = {value: name for name, value in DELIVERIES.items()}
-_CHUNK_DTYPE = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("check", "<u8"),
-        ("stored_bytes", "<u4"),
-        ("filter", "u1"),
-        ("delta", "u1"),
-        ("reserved", "<u2"),
-    ]
-)
 # Native calls that may be long are cut into pieces, so that Ctrl-C is seen within 100 ms or so.
 _SLICE_BYTES = 8 * MiB
 
@@ -223,7 +213,7 @@ class Range:
 
     def flush(self) -> np.ndarray:
         """Saves every changed block and returns the chunk table, (n_blocks,). Blocks on the disk."""
-        table = np.zeros(self.n_blocks, _CHUNK_DTYPE)
+        table = np.zeros(self.n_blocks, CHUNK_DTYPE)
         per_call = max(1, _SLICE_BYTES // self.block_bytes)
         for first in range(0, self.n_blocks, per_call):
             part = table[first : first + per_call]
@@ -233,7 +223,7 @@ class Range:
 
     def export(self, first: int, count: int, spec: dict[str, int], file: Any) -> np.ndarray:
         """Encodes blocks into another file and returns their chunk entries, (count,). Blocks on the disk."""
-        table = np.zeros(count, _CHUNK_DTYPE)
+        table = np.zeros(count, CHUNK_DTYPE)
         native_spec = ffi.new("h3_spec *", spec)
         per_call = max(1, _SLICE_BYTES // self.block_bytes)
         for start in range(0, count, per_call):

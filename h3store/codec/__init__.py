@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from h3store._ffi import CHUNK_DTYPE
 from h3store.codec.chunk import Codec, decode_chunk, encode_chunk
 from h3store.codec.spec import (
-    CHUNK_DTYPE,
     DTYPES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,

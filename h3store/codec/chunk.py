@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from h3store._ffi import check, ffi, lib
-from h3store.codec.spec import CHUNK_DTYPE, Spec
+from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
+from h3store.codec.spec import Spec
 
 __all__ = ["Codec", "decode_chunk", "encode_chunk"]
 

@@ -1,5 +1,5 @@
-"""How a tensor's chunks are encoded, and what each element type is made of. Owns Spec, the dtype table and the table
-entry of a chunk; refuses to import torch: types are their torch names."""
+"""How a tensor's chunks are encoded, and what each element type is made of. Owns Spec and the dtype table; refuses to
+import torch: types are their torch names."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from h3store._ffi import ffi, lib
 from h3store.errors import UsageError
 
-__all__ = ["CHUNK_DTYPE", "DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
+__all__ = ["DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
            "default_spec", "dtype_info"]
 
 MIN_CHUNK_BYTES: int = lib.H3_MIN_CHUNK
 MAX_CHUNK_BYTES: int = lib.H3_MAX_CHUNK
-
-# The 24 bytes of an h3_chunk, in the file as in memory.
-CHUNK_DTYPE = np.dtype([("offset", "<u8"), ("check", "<u8"), ("stored_bytes", "<u4"), ("filter", "u1"), ("delta", "u1"),
-                        ("reserved", "<u2")])
 
 
 class Filter(IntEnum):
