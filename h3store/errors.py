@@ -9,7 +9,7 @@ H3Error
 │   │   └── CorruptBlockError                 one chunk of one tensor fails
 │   ├── ArchiveLockedError (BlockingIOError)  another process writes the file
 │   └── StorageFullError (OSError)            no space left; the last commit stands
-├── ReadOnlyError (TypeError)                 in-place or out= on a tensor opened for reading
+├── ReadOnlyError (RuntimeError)              in-place or out= on a tensor opened for reading
 ├── StoreClosedError (ValueError)             use after close
 ├── TensorNotFoundError (KeyError)            no such name in a store
 ├── NativeError (RuntimeError)                the native engine reported something without a better name
@@ -71,8 +71,11 @@ class StorageFullError(ArchiveError, OSError):
         return type(self), (str(self),)
 
 
-class ReadOnlyError(H3Error, TypeError):
-    """An in-place or out= operation on a tensor that was opened for reading."""
+class ReadOnlyError(H3Error, RuntimeError):
+    """An in-place or out= operation on a tensor that was opened for reading.
+
+    No TypeError: torch turns those of `t += 1` into NotImplemented, and Python then rebinds t to a copy in silence.
+    """
 
 
 class StoreClosedError(H3Error, ValueError):

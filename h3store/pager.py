@@ -32,6 +32,15 @@ _SLICE_BYTES = 8 * MiB
 _ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
 
 
+def _in_forked_child() -> None:
+    """A child reads what its parent saw; the file's tail is the parent's to write."""
+    for tiered in list(_ranges.values()):
+        tiered.writable = False
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
 def range_at(address: int) -> Range | None:
     """Returns the live range that starts at this address, or None."""
     return _ranges.get(address)
@@ -111,8 +120,8 @@ class Range:
         # One instruction may straddle two blocks, so both must fit at once.
         if 2 * config.block_bytes > pager.ddr_bytes:
             raise BudgetError(
-                f"{config.label or 'range'}: two blocks of {format_bytes(config.block_bytes)} do not fit the ddr budget "
-                f"of {format_bytes(pager.ddr_bytes)}; give ddr_bytes of at least {4 * config.block_bytes}"
+                f"{config.label or 'range'}: two blocks of {format_bytes(config.block_bytes)} do not fit the ddr "
+                f"budget of {format_bytes(pager.ddr_bytes)}; give ddr_bytes of at least {4 * config.block_bytes}"
             )
         fields: dict[str, Any] = {
             "bytes": config.nbytes,
@@ -139,6 +148,7 @@ class Range:
         self.config = config
         self.label = config.label
         self.writable = config.writable
+        self.origin: tuple[str, str, tuple[bytes, int]] | None = None  # path, tensor, version: set by a store
         self.block_bytes = config.block_bytes
         self.nbytes = config.nbytes
         self.capacity_bytes = int(native_config.capacity_bytes)
@@ -185,10 +195,9 @@ class Range:
         room = self.pager.ddr_bytes - int(self.pager.stats()["pinned_bytes"])
 
         def step(at: int, part: int) -> int:
-            check(
-                lib.h3_range_prefetch(self._native, at, part, out),
-                f"{self.label}: prefetch of bytes {at} to {at + part}",
-            )
+            status = lib.h3_range_prefetch(self._native, at, part, out)
+            if status < 0:  # it stops at the block that failed
+                self._check_block(status, at + int(out[0]))
             return int(out[0])
 
         return self._sliced(offset, min(nbytes, room), step)
@@ -263,5 +272,8 @@ class Range:
         block = ffi.new("uint64_t *")
         status = lib.h3_range_take_error(self._native, block)
         if status < 0:
-            offset = int(block[0]) * self.block_bytes
-            check(status, f"{self.label}, block {int(block[0])} (bytes from {offset})")
+            self._check_block(status, int(block[0]) * self.block_bytes)
+
+    def _check_block(self, status: int, offset: int) -> None:
+        block = offset // self.block_bytes
+        check(status, f"{self.label}, block {block} (bytes from {block * self.block_bytes})")

@@ -1,5 +1,5 @@
 """Keeps the fault signals ours. Owns the wrappers that put our handler back after code that is known to replace it:
-signal.signal, faulthandler.enable and the set-up of DataLoader workers. Refuses to stop anybody from installing a
+signal.signal, faulthandler and the set-up of DataLoader workers. Refuses to stop anybody from installing a
 handler: theirs is kept as the one for foreign addresses."""
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def _wrap_signal(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def own() -> None:
-    """Wraps the three functions that would take SIGBUS or SIGSEGV from us. Does nothing the second time."""
+    """Wraps the functions that would take SIGBUS or SIGSEGV from us. Does nothing the second time."""
     signal.signal = _wrap_signal(signal.signal)
     faulthandler.enable = _then_ensure(faulthandler.enable)
+    faulthandler.disable = _then_ensure(faulthandler.disable)
     from torch.utils.data._utils import signal_handling
 
     signal_handling._set_worker_signal_handlers = _then_ensure(signal_handling._set_worker_signal_handlers)

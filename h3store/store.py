@@ -185,6 +185,8 @@ class Store:
         )
         if archive is self._archive:
             self._ranges.add(tiered)
+            if not writable and isinstance(archive, Reader):
+                tiered.origin = (os.path.abspath(archive.path), record.name, origin_of(self, record.name))
         return tiered
 
     def _base_range(self, record: TensorRecord, archive: Reader | Writer, depth: int) -> Range:
@@ -384,6 +386,12 @@ class Store:
 
 
 # ---- helpers over tensors ----
+
+
+def origin_of(store: Store, name: str) -> tuple[bytes, int]:
+    """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
+    table = store.record(name).table
+    return store.archive.uuid, table.check if table is not None else 0
 
 
 def _torch_dtype(name: str) -> torch.dtype:

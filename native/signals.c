@@ -13,7 +13,8 @@ static struct sigaction previous[2]; /* what we found, for addresses that are no
 static _Atomic int needed[2];
 static _Atomic long ops_in_flight, errors_pending;
 static pthread_mutex_t install_lock = PTHREAD_MUTEX_INITIALIZER; /* guards previous and needed; never taken in a handler */
-static __thread int in_foreign __attribute__((tls_model("initial-exec")));
+H3_TLS int in_foreign, foreign_repeats;
+H3_TLS const void *foreign_address;
 
 void h3_op_enter(void) { atomic_fetch_add(&ops_in_flight, 1); }
 void h3_op_leave(void) { atomic_fetch_sub(&ops_in_flight, 1); }
@@ -25,10 +26,13 @@ static void default_action(int number) {
   sigaction(number, &action, NULL);
 }
 
-/* Hands a fault at somebody else's address to the handler that was there before. */
+/* Hands a fault at somebody else's address to the handler that was there before. A handler that reports, puts back "the
+ * one before" (us) and returns, as Python's faulthandler does, would meet the same fault for ever. */
 static void foreign(int number, siginfo_t *info, void *context) {
   const struct sigaction *before = &previous[number == SIGSEGV];
-  if (in_foreign || before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN) {
+  foreign_repeats = info->si_addr == foreign_address ? foreign_repeats + 1 : 0;
+  foreign_address = info->si_addr;
+  if (in_foreign || foreign_repeats > 2 || before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN) {
     default_action(number);
     if (info->si_code <= 0) raise(number); /* sent, not faulted: returning would lose it */
     return;
@@ -103,6 +107,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
   if (offset >= end) {
     give_up(number, range, index, "touched past the end of its data");
   } else {
+    foreign_repeats = 0;
     atomic_fetch_add(&range->pager->faults, 1);
     int status = h3_block_acquire(range, index, 0, H3_WHY_FAULT);
     if (status < 0 && atomic_load(&ops_in_flight) > 0) status = quarantine(range, index, status);

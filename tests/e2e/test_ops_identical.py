@@ -1,5 +1,5 @@
-"""Torch operations on TieredTensors under eviction give the bits that plain tensors give: as root, as an unprivileged user,
-and with userfaultfd refused; two intra-op threads, four Python threads."""
+"""Torch operations on TieredTensors under eviction give the bits that plain tensors give: as root, as an unprivileged
+user, and with userfaultfd refused; two intra-op threads, four Python threads."""
 
 from __future__ import annotations
 
@@ -82,13 +82,19 @@ def cases() -> Iterator[tuple[str, list[torch.Tensor], Op]]:
     yield "histc", [a], lambda x: x.histc(50)
     yield "searchsorted", [a], lambda x: torch.searchsorted(x[0].sort().values, x)
     yield "numpy", [a], lambda x: torch.from_numpy(x.numpy() * 2)
-    yield "grad", [a, b], lambda x, y: torch.autograd.grad((leaf := x.detach().clone().requires_grad_()).matmul(y).sin().sum(), leaf)[0]
+    yield (
+        "grad",
+        [a, b],
+        lambda x, y: torch.autograd.grad((leaf := x.detach().clone().requires_grad_()).matmul(y).sin().sum(), leaf)[0],
+    )
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     left, right = left.as_subclass(torch.Tensor).contiguous(), right.as_subclass(torch.Tensor).contiguous()
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(
-        left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
     )
 
 

@@ -1,0 +1,271 @@
+"""What must survive around a TieredTensor: types, parameters, copies, saving, workers, compile, handlers of others."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import h3store
+from h3store import TieredTensor
+from h3store.errors import ReadOnlyError
+from h3store.pager import Pager
+from tests.tiered import run_python, tiered_copy
+
+MiB = 1024 * 1024
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    value = torch.randn(512, 1024, generator=torch.Generator().manual_seed(3))
+    h3store.save({"w": value}, tmp_path / "w.h3")
+    return tmp_path / "w.h3", value
+
+
+@pytest.fixture
+def loaded(saved: tuple[Path, torch.Tensor]) -> tuple[TieredTensor, torch.Tensor]:
+    path, value = saved
+    return h3store.load(path, ddr_bytes="1MiB")["w"], value  # half of it fits
+
+
+def test_views_keep_the_type_and_results_do_not(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, _ = loaded
+    for view in (
+        tensor[3],
+        tensor.T,
+        tensor.view(-1),
+        tensor.detach(),
+        tensor.data,
+        *tensor.split(256),
+        tensor.unbind()[0],
+    ):
+        assert type(view) is TieredTensor
+        assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    for result in (tensor + 1, tensor.clone(), tensor.sum(), tensor.to(torch.bfloat16), tensor[torch.tensor([1, 2])]):
+        assert type(result) is torch.Tensor
+
+
+def test_parameter_autograd_and_module(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, value = loaded
+    frozen = torch.nn.Parameter(tensor, requires_grad=False)
+    assert isinstance(frozen, torch.nn.Parameter)
+    layer = torch.nn.Linear(1024, 512, bias=False, device="meta")
+    layer.load_state_dict({"weight": tensor}, assign=True)
+    x = torch.randn(4, 1024, requires_grad=True)
+    layer(x).sum().backward()
+    plain = torch.randn(4, 1024).copy_(x.detach()).requires_grad_()
+    torch.nn.functional.linear(plain, value).sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+def test_copies_and_saves_hold_the_values(loaded: tuple[TieredTensor, torch.Tensor], tmp_path: Path) -> None:
+    tensor, value = loaded
+    assert torch.equal(copy.deepcopy(tensor), value)
+    assert torch.equal(copy.deepcopy({"a": tensor})["a"], value)
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)), value)
+    buffer = io.BytesIO()
+    torch.save({"w": tensor}, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True)["w"], value)
+    torch.save(tensor, tmp_path / "t.pt")
+    assert torch.equal(torch.load(tmp_path / "t.pt", weights_only=True), value)
+    module = torch.nn.Linear(1024, 512, bias=False)
+    module.weight = torch.nn.Parameter(tensor, requires_grad=False)
+    assert torch.equal(copy.deepcopy(module).weight, value)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compile_fullgraph(loaded: tuple[TieredTensor, torch.Tensor], backend: str) -> None:
+    tensor, value = loaded
+    compiled = torch.compile(lambda t: (t * 2 + 1).sum(0), backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(tensor), (value * 2 + 1).sum(0))
+
+
+def test_read_only_means_it(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, value = loaded
+    attempts = {
+        "add_": lambda: tensor.add_(1),
+        "iadd": lambda: tensor.__iadd__(1),
+        "setitem": lambda: tensor.__setitem__(0, 1.0),
+        "view": lambda: tensor[3].zero_(),
+        "out": lambda: torch.add(tensor, 1, out=tensor),
+        "out_tuple": lambda: torch.max(
+            torch.randn(1024, 512), 0, out=(tensor[0, :512], torch.empty(512, dtype=torch.int64))
+        ),
+        "function": lambda: torch.relu_(tensor),
+        "inplace_flag": lambda: torch.nn.functional.relu(tensor, inplace=True),
+        "init": lambda: torch.nn.init.normal_(tensor),
+        "foreach": lambda: torch._foreach_add_([tensor], 1.0),
+        "copy": lambda: tensor.copy_(value),
+        "data": lambda: tensor.data.mul_(0),
+    }
+    for name, attempt in attempts.items():
+        with pytest.raises(ReadOnlyError, match=r"w\.h3: tensor 'w'"):
+            attempt()
+        assert torch.equal(tensor, value), name
+    with pytest.raises(ReadOnlyError):
+        tensor += 1
+    assert not tensor.numpy().flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(tensor)[0] = 1
+    tensor.requires_grad_(True).requires_grad_(False)
+
+
+def test_numpy_view_is_the_memory(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, value = loaded
+    assert np.array_equal(tensor.numpy(), value.numpy())
+    assert tensor.numpy().ctypes.data == tensor.data_ptr()
+    assert np.array_equal(np.asarray(tensor, dtype=np.float64), value.double().numpy())
+    assert torch.equal(torch.utils.dlpack.from_dlpack(tensor.detach()), value)
+
+
+def test_pinned_memory_goes_through_system_calls(loaded: tuple[TieredTensor, torch.Tensor], tmp_path: Path) -> None:
+    tensor, value = loaded
+    with h3store.pin(tensor[:100]) as held:
+        held.numpy().tofile(tmp_path / "raw")
+    assert (tmp_path / "raw").read_bytes() == value[:100].numpy().tobytes()
+
+
+def test_prefetch_counts_bytes(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, _ = loaded
+    assert h3store.prefetch(tensor[0:64]) == 64 * 4096
+    assert h3store.prefetch(tensor[0:16], tensor[256:272], torch.ones(5)) == 32 * 4096
+    assert h3store.prefetch(tensor) <= MiB
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_round_trips(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = (torch.randn(130, 517) * 50).to(dtype)
+    tensors = {"a": value, "t": value.T, "slice": value[::2, 3:50], "one": value[0, 0], "none": value[:0]}
+    h3store.save(tensors, tmp_path / "d.h3")
+    for name, tensor in h3store.load(tmp_path / "d.h3", ddr_bytes="1MiB").items():
+        assert tensor.dtype == dtype
+        assert tensor.shape == tensors[name].shape
+        left, right = tensor.contiguous().reshape(-1), tensors[name].contiguous().reshape(-1)
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
+    with h3store.open(tmp_path / "big.h3", mode="w", ddr_bytes="4MiB") as store:
+        tensor = store.create("big", (3, 2**30), torch.uint8)
+        assert tensor.numel() > 2**31
+        tensor[2, -5:] = 7
+        tensor[0, 0] = 1
+        assert tensor[2, -6:].tolist() == [0, 7, 7, 7, 7, 7]
+    assert (tmp_path / "big.h3").stat().st_size < 3 * MiB  # blocks of zeros take an entry in the table, no more
+    again = h3store.load(tmp_path / "big.h3", ddr_bytes="4MiB")["big"]
+    assert again[2, -6:].tolist() == [0, 7, 7, 7, 7, 7]
+    assert again[0, :2].tolist() == [1, 0]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.tensor[i].clone()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_data_loader_workers_read_right(loaded: tuple[TieredTensor, torch.Tensor], method: str) -> None:
+    tensor, value = loaded
+    workers = torch.utils.data.DataLoader(Rows(tensor), batch_size=64, num_workers=2, multiprocessing_context=method)
+    assert torch.equal(torch.cat(list(workers)), value)
+    assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize("delivery", ["signal", "dispatch"])
+def test_handlers_installed_by_others_do_not_take_our_faults(saved: tuple[Path, torch.Tensor], delivery: str) -> None:
+    code = f"""
+    import os, signal, faulthandler
+    os.environ["H3STORE_DELIVERY"] = {delivery!r}
+    import h3store, torch
+    t = h3store.load({str(saved[0])!r}, ddr_bytes="1MiB")["w"]
+    want = t.clone()
+    faulthandler.enable()
+    assert (t == want).all()
+    signal.signal(signal.SIGBUS, lambda *a: None)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    assert (t.numpy() == want.numpy()).all()
+    h3store.signals.lib.h3_signals_ours() or exit(3)
+    fired = []
+    signal.signal(signal.SIGALRM, lambda *a: fired.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    for _ in range(20):
+        assert (t == want).all()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert fired
+    faulthandler.disable()
+    assert (t == want).all()
+    faulthandler.enable()
+    import ctypes
+    ctypes.string_at(0)  # not ours: the other handler still hears of it
+    """
+    done = run_python(code)
+    assert done.returncode != 0
+    assert "Segmentation fault" in done.stderr, done.stderr[-1500:]
+    assert "string_at" in done.stderr
+
+
+def test_forked_child_cannot_write_the_parents_file(tmp_path: Path) -> None:
+    with h3store.open(tmp_path / "f.h3", mode="w", ddr_bytes="1MiB") as store:
+        tensor = store.create("t", (64, 1024), torch.float32)
+        tensor.fill_(3)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, whatever the tensor
+            try:
+                if (tensor == 3).all():
+                    tensor.fill_(4)
+            except ReadOnlyError:
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (h3store.load(tmp_path / "f.h3")["t"] == 3).all()
+
+
+def test_shared_budget_is_a_bound_over_all_tensors(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.randn(100, 1024) for i in range(30)}
+    h3store.save(tensors, tmp_path / "s.h3")
+    with h3store.open(tmp_path / "s.h3", ddr_bytes="1MiB") as store:
+        held = {name: store[name] for name in store}
+        for name, value in tensors.items():
+            assert torch.equal(held[name], value)
+        assert store.stats()["peak_resident_bytes"] <= MiB
+
+
+def test_small_operations_on_scratch_memory() -> None:
+    tensor = tiered_copy(torch.arange(1000.0), Pager(MiB))
+    tensor += 1
+    tensor[3] = -1
+    torch.mul(tensor, 2, out=tensor)
+    assert tensor[:5].tolist() == [2.0, 4.0, 6.0, -2.0, 10.0]
