@@ -37,7 +37,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "no grouping": {"num_key_value_heads": 6},
     "one KV head": {"num_key_value_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "odd sizes": {"hidden_size": 36, "num_attention_heads": 4, "head_dim": 8, "intermediate_size": 37, "vocab_size": 101},
+    "odd sizes": {"hidden_size": 36, "num_attention_heads": 4, "head_dim": 8, "intermediate_size": 37,
+                  "vocab_size": 101},
     "linear RoPE": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
     "dynamic RoPE": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}},
     "llama3 RoPE": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
@@ -269,7 +270,7 @@ def test_checkpoints_that_are_broken(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\..*missing"):
         Decoder.from_pretrained(tmp_path)
     edit_config(tmp_path, num_hidden_layers=3, model_type="gpt9")
-    with pytest.raises(UnsupportedModelError, match="gpt9.*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"gpt9.*llama"):
         Decoder.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
