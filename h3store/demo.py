@@ -28,9 +28,9 @@ from h3store.units import MiB, format_bytes
 TOPICS = ("import", "assert", "global", "nonlocal", "raise", "with", "try")
 DEFAULT_DOCUMENT_TOKENS = 6000
 QUESTIONS = (
-    "What does the global statement do?",
-    "When is the finally clause of a try statement executed?",
-    "What happens when an assert statement fails?",
+    "Which methods does a context manager have?",
+    "What is a relative import?",
+    "Explain the nonlocal statement.",
 )
 # The default budget: this part of the document's KV cache.
 DDR_PART = 4
@@ -193,6 +193,7 @@ def _report(job: Job, folder: Path, plan: Plan, decoder: Decoder, answers: list[
         "ddr_bytes": plan.ddr_bytes,
         "peak_resident_bytes": stats["peak_resident_bytes"],
         "faults": stats["faults"],
+        "blocks_fetched": stats["fills"],
         "evictions": stats["evictions"],
         "fault_delivery": stats["delivery"],
         "store": str(job.store) if job.store else None,
@@ -229,6 +230,7 @@ def _total_table(report: dict[str, Any]) -> Table:
     table.add_row("KV bytes on disk", format_bytes(report["kv_bytes_on_disk"]))
     table.add_row("ddr budget", format_bytes(report["ddr_bytes"]))
     table.add_row("peak resident", format_bytes(report["peak_resident_bytes"]))
+    table.add_row("blocks fetched", f"{report['blocks_fetched']:,}")
     table.add_row("faults", f"{report['faults']:,}")
     table.add_row("evictions", f"{report['evictions']:,}")
     return table
