@@ -165,7 +165,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from h3store import demo  # loads torch
+    from h3store import demo
 
     job = demo.Job(model=args.model, document=args.document, questions=args.questions, store=args.store,
                    ddr_bytes=args.ddr, dtype=args.dtype, max_tokens=args.max_tokens)
@@ -211,7 +211,7 @@ def _refuse_unserved(args: argparse.Namespace) -> None:
 
 def _run_batch(args: argparse.Namespace) -> int:
     _refuse_unserved(args)
-    from h3store.batch import job  # loads torch
+    from h3store.batch import job
 
     summary = job.run_file(job.FileJob(source=args.input, output=args.output, model=args.model, store=args.store,
                                        ddr_bytes=args.ddr, dtype=args.dtype))

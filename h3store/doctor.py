@@ -209,13 +209,15 @@ def _version(name: str) -> str | None:
 
 
 def _cuda() -> Iterator[Check]:
-    import torch  # a second of import that only this check needs
+    if (_version("torch") or "").endswith("+cpu"):
+        yield Check("CUDA", "ok", "none (this torch is a CPU build); tiers are ddr and nvme")
+        return
+    import torch  # seconds of import that only this check needs
 
     if torch.cuda.is_available():
         yield Check("CUDA", "ok", f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
     else:
-        why = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no device"
-        yield Check("CUDA", "ok", f"none ({why}); tiers are ddr and nvme")
+        yield Check("CUDA", "ok", "torch finds no device; tiers are ddr and nvme")
 
 
 def _disk(path: Path) -> Iterator[Check]:

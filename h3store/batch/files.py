@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h3store.batch.runner import Rows, read_rows
+from h3store.batch.rows import Rows, read_rows
 from h3store.errors import StorageFullError, UsageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -6,13 +6,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h3store.batch.files import ResultFile, read_input, write_all
-from h3store.batch.runner import Rows, answers
+from h3store.batch.rows import Rows
+from h3store.batch.runner import answers
 from h3store.console import JobProgress
 from h3store.errors import StorageFullError
-from h3store.models.decode import Decoder
+
+if TYPE_CHECKING:
+    from h3store.models.decode import Decoder
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def _naming_the_store(answered: Iterator[dict[str, Any]], store: str | Path) -> 
 
 
 def _decoder(job: FileJob) -> Decoder:
+    from h3store.models.decode import Decoder  # brings torch: rows and flags are checked before it loads
+
     return Decoder.from_pretrained(job.model, dtype=job.dtype, store=job.store, ddr_bytes=job.ddr_bytes)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h3store.batch.request import CHAT_URL, Request
 from h3store.errors import H3Error, RequestError
-from h3store.models.decode import Completion
+
+if TYPE_CHECKING:
+    from h3store.models.decode import Completion
 
 
 def answer_row(request: Request, completion: Completion, model: str) -> dict[str, Any]:

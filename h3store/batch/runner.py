@@ -7,14 +7,16 @@ too, so it ends the run and leaves rows not yet finished to the next one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from h3store.batch.order import by_shared_prefix
 from h3store.batch.render import answer_row, error_row
-from h3store.batch.request import CHAT_URL, DEFAULT_MAX_TOKENS, Request, custom_id_of, decode_row, parse
-from h3store.errors import ArchiveError, BudgetError, RequestError, StoreClosedError, TokenizerError, UsageError
-from h3store.models.decode import Completion, Decoder, SamplingParams
+from h3store.batch.request import CHAT_URL, DEFAULT_MAX_TOKENS, Request
+from h3store.batch.rows import Rows, read_rows
+from h3store.errors import ArchiveError, BudgetError, RequestError, StoreClosedError, TokenizerError
+
+if TYPE_CHECKING:
+    from h3store.models.decode import Completion, Decoder
 
 # What ends a run instead of costing one row.
 FATAL = (ArchiveError, BudgetError, StoreClosedError, OSError)
@@ -38,47 +40,6 @@ class Silent:
 
     def token(self, token: int) -> None:
         """Ignores."""
-
-
-@dataclass
-class Rows:
-    """A batch, read and checked.
-
-    Attributes:
-        requests: rows that can be served, in file order.
-        errors: result rows of those that can't.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_rows(source: Iterable[tuple[int, str | bytes | Mapping[str, Any]]]) -> Rows:
-    """Checks every row of a batch.
-
-    Args:
-        source: (line number, row) pairs; a row is a line of JSON or its object. Blank lines are skipped.
-
-    Raises:
-        UsageError: two rows have the same custom_id; the message names both lines.
-    """
-    rows = Rows()
-    seen: dict[str, int] = {}
-    for line, item in source:
-        if isinstance(item, str | bytes) and not item.strip():
-            continue
-        custom_id = None
-        try:
-            row = item if isinstance(item, Mapping) else decode_row(item)
-            custom_id = custom_id_of(row)
-            if custom_id in seen:
-                raise UsageError(f"custom_id {custom_id!r} is on line {seen[custom_id]} and on line {line}; "
-                                 "each row needs one of its own")
-            seen[custom_id] = line
-            rows.requests.append(parse(row, line))
-        except RequestError as error:
-            rows.errors.append(error_row(error, custom_id, line))
-    return rows
 
 
 def run(requests: Iterable[str | bytes | Mapping[str, Any]], *, decoder: Decoder) -> Iterator[dict[str, Any]]:
@@ -127,6 +88,8 @@ def answers(requests: Sequence[Request], decoder: Decoder, listener: Listener | 
 
 
 def _complete(request: Request, decoder: Decoder, listener: Listener) -> Completion:
+    from h3store.models.decode import SamplingParams  # brings torch, which checking rows does without
+
     ids = prompt_ids(request, decoder)
     params = SamplingParams(
         max_new_tokens=_new_tokens(request, len(ids), decoder.config.max_position_embeddings),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import h3store
+from h3store.cli import main
 
 SPECIAL = ["<|endoftext|>", "<|start|>", "<|end|>"]
 TEMPLATE = (
@@ -98,6 +99,20 @@ def cli(tmp_path: Path) -> Cli:
             assert done.returncode == check, f"exit {done.returncode}, not {check}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, done.stderr
         return done
+
+    return run
+
+
+@pytest.fixture
+def inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The same in this process, for tests that need no process of their own: starting one costs seconds of import."""
+
+    def run(*args: object, check: int) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        code = main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        assert code == check, f"exit {code}, not {check}\n{out}\n{err}"
+        return subprocess.CompletedProcess(list(map(str, args)), code, out, err)
 
     return run
 

@@ -154,25 +154,25 @@ def test_a_document_is_restored_by_the_next_row_and_the_next_process(
     assert same == texts
 
 
-def test_sampling_is_repeatable_by_seed_and_stops_where_told(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_sampling_is_repeatable_by_seed_and_stops_where_told(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     hot = {"temperature": 1.5, "max_tokens": 24, "ignore_eos": True}
     write(
         tmp_path / "in",
         [completion("a", "z", seed=1, **hot), completion("b", "z", seed=1, **hot), completion("c", "z", seed=2, **hot)],
     )
-    cli("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, check=0)
+    inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, check=0)
     rows = read(tmp_path / "out")
     assert text_of(rows["a"]) == text_of(rows["b"]) != text_of(rows["c"])
     whole = text_of(rows["a"])
     stop = next(c for c in whole[3:] if c.isascii())
     write(tmp_path / "in2", [completion("a", "z", seed=1, stop=[stop, "never seen"], **hot)])
-    cli("run-batch", "-i", "in2", "-o", "out2", "--model", tiny_model, check=0)
+    inline("run-batch", "-i", "in2", "-o", "out2", "--model", tiny_model, check=0)
     row = read(tmp_path / "out2")["a"]
     assert text_of(row) == whole[: whole.index(stop)]
     assert row["response"]["body"]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_bad_rows_cost_themselves_only(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_bad_rows_cost_themselves_only(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     rows = [
         chat("good", "hi"),
@@ -188,7 +188,7 @@ def test_bad_rows_cost_themselves_only(cli: Cli, tiny_model: Path, tmp_path: Pat
         "[1]",
         chat("after", "hi"),
     ]
-    done = cli("run-batch", "-i", write(tmp_path / "in", rows), "-o", "out", "--model", tiny_model, check=1)
+    done = inline("run-batch", "-i", write(tmp_path / "in", rows), "-o", "out", "--model", tiny_model, check=1)
     assert "2 answered, 9 error rows" in done.stdout
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert len(results) == len(rows) - 1  # the blank line asks for nothing
@@ -201,15 +201,15 @@ def test_bad_rows_cost_themselves_only(cli: Cli, tiny_model: Path, tmp_path: Pat
     assert said["long"]["code"] == said["many"]["code"] == "context_length_exceeded"
     assert str(CONTEXT_TOKENS) in said["long"]["message"] and "shorten the prompt" in said["long"]["message"]
     assert "9999" in said["token"]["message"]
-    again = cli("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, check=1)
+    again = inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, check=1)
     assert "11 from an earlier run" in again.stdout
     assert len((tmp_path / "out").read_text().splitlines()) == len(results)
 
 
-def test_default_length_is_cut_to_the_context(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_default_length_is_cut_to_the_context(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     row = completion("a", "x" * (CONTEXT_TOKENS - 5), ignore_eos=True)
     del row["body"]["max_tokens"]
-    cli("run-batch", "-i", write(tmp_path / "in", [row]), "-o", "out", "--model", tiny_model, check=0)
+    inline("run-batch", "-i", write(tmp_path / "in", [row]), "-o", "out", "--model", tiny_model, check=0)
     usage = read(tmp_path / "out")["a"]["response"]["body"]["usage"]
     assert (usage["completion_tokens"], usage["total_tokens"]) == (5, CONTEXT_TOKENS)
 
@@ -276,23 +276,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_a_full_disk_ends_the_run_with_rows_kept(cli: Cli, tiny_model: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_ends_the_run_with_rows_kept(
+    inline: Cli, tiny_model: Path, tmp_path: Path, small_disk: Path
+) -> None:
     write(tmp_path / "in", [completion(f"c{i}", f"Clause {i}") for i in range(12)])
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (60 * 1024))  # leaves a page, which holds some rows
     args = ["run-batch", "-i", "in", "-o", small_disk / "out", "--model", tiny_model]
-    done = cli(*args, check=3)
+    done = inline(*args, check=3)
     assert f"output {small_disk / 'out'}" in done.stderr and "same command again" in done.stderr
     kept = len(read(small_disk / "out"))
     assert 0 < kept < 12
     filler.unlink()
-    assert json.loads(cli(*args, "--json", check=0).stdout)["resumed_rows"] == kept
+    assert json.loads(inline(*args, "--json", check=0).stdout)["resumed_rows"] == kept
     assert len(read(small_disk / "out")) == 12
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_a_full_store_ends_the_run_with_rows_kept(cli: Cli, tiny_model: Path, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_store_ends_the_run_with_rows_kept(
+    inline: Cli, tiny_model: Path, tmp_path: Path, small_disk: Path
+) -> None:
     write(tmp_path / "in", [completion("short", "hi"), completion("long", "".join(map(chr, range(33, 126))) * 20)])
     args = [
         "run-batch",
@@ -307,39 +311,11 @@ def test_a_full_store_ends_the_run_with_rows_kept(cli: Cli, tiny_model: Path, tm
         "--ddr",
         "1MiB",
     ]
-    done = cli(*args, check=3)
+    done = inline(*args, check=3)
     assert "kv.h3" in done.stderr
     assert set(read(tmp_path / "out")) == {"short"}
     args[args.index("--store") + 1] = "kv.h3"
-    assert json.loads(cli(*args, "--json", check=0).stdout)["resumed_rows"] == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--hbm", "1GiB"], "--hbm 1.0 GiB"),
-        (["--kv-format", "int4"], "--kv-format int4: only native"),
-        (["--policy", "sparse"], "--policy sparse: only exact"),
-        (["--files", "."], "--files ."),
-        (["--ddr", "lots"], "'lots' is not a size"),
-        (["--dtype", "int3"], "int3"),
-        (["--model", "no-folder"], "no-folder"),
-        (["-i", "nothing"], "input nothing"),
-        (["-o", "no/folder"], "output no/folder"),
-        (["-o", "in"], "is the input"),
-        (["--ddr", "1KiB"], "ddr_bytes=1024"),
-    ],
-)
-def test_bad_flags_end_before_work_begins(
-    cli: Cli, tiny_model: Path, tmp_path: Path, flags: list[str], said: str
-) -> None:
-    write(tmp_path / "in", [chat("a", "hi")])
-    given = {"-i": "in", "-o": "out", "--model": str(tiny_model), **dict(zip(flags[::2], flags[1::2], strict=True))}
-    done = cli("run-batch", *[part for pair in given.items() for part in pair], check=2)
-    lines = done.stderr.strip().splitlines()
-    assert lines[-1].startswith("h3store: error: ") and said in lines[-1]
-    assert done.stdout == ""
-    assert not (tmp_path / "out").exists() or (tmp_path / "out").read_bytes() == b""
+    assert json.loads(inline(*args, "--json", check=0).stdout)["resumed_rows"] == 1
 
 
 def test_duplicate_ids_end_before_work_begins(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
@@ -349,9 +325,9 @@ def test_duplicate_ids_end_before_work_begins(cli: Cli, tiny_model: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_store_ends_the_run(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_damaged_store_ends_the_run(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     write(tmp_path / "in", [chat("a", "hi")])
     (tmp_path / "kv.h3").write_bytes(b"not an archive" * 1000)
-    done = cli("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, "--store", "kv.h3", check=3)
+    done = inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, "--store", "kv.h3", check=3)
     assert "kv.h3" in done.stderr
     assert (tmp_path / "kv.h3").read_bytes() == b"not an archive" * 1000

@@ -57,9 +57,9 @@ def test_second_run_restores_the_document_and_answers_the_same(cli: Cli, tiny_mo
     assert "question 2/2" in second.stderr and "question 2/2" not in second.stdout
 
 
-def test_a_long_document_is_cut_to_the_context_and_says_so(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_long_document_is_cut_to_the_context_and_says_so(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     document = write_document(tmp_path / "doc.txt", CONTEXT_TOKENS + 500)
-    done = cli(
+    done = inline(
         "demo",
         "--model",
         tiny_model,
@@ -77,19 +77,3 @@ def test_a_long_document_is_cut_to_the_context_and_says_so(cli: Cli, tiny_model:
     assert report["document_tokens"] + report["document_tokens_left_out"] == CONTEXT_TOKENS + 500
     assert report["document_tokens"] > CONTEXT_TOKENS - 100
     assert "are left out" in done.stderr
-
-
-def test_bad_input_is_one_line(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    document = write_document(tmp_path / "doc.txt", 300)
-    for args, said in [
-        (["--document", "no.txt"], "--document no.txt"),
-        (["--document", "empty.txt"], "has no text"),
-        (["--document", "latin.txt"], "UTF-8"),
-        (["--document", document, "--ddr", "2KiB"], "2048"),
-        (["--document", document, "--max-tokens", CONTEXT_TOKENS], "no room"),
-        (["--max-tokens", "0"], "'0'"),
-    ]:
-        done = cli("demo", "--model", tiny_model, *args, check=2)
-        assert said in done.stderr and done.stderr.strip().splitlines()[-1].startswith("h3store: error: ")

@@ -107,28 +107,6 @@ def test_doctor_reports_a_folder_that_can_not_be_written(cli: Cli) -> None:
     assert disk["status"] == found["status"] == "fail" and "--path" in disk["advice"]
 
 
-def test_usage_errors(cli: Cli) -> None:
-    for args in ([], ["nothing"], ["inspect"], ["inspect", "a", "b"], ["run-batch", "-i", "x"], ["doctor", "--what"]):
-        done = cli(*args, check=2)
-        assert done.stdout == ""
-        assert done.stderr.strip().splitlines()[-1].startswith("h3store: error: ")
-
-
-def test_help_of_every_command(cli: Cli) -> None:
-    commands = ("demo", "run-batch", "inspect", "verify", "doctor", "import-gguf")
-    whole = cli("--help", check=0).stdout
-    for command in commands:
-        assert command in whole
-        assert f"example: h3store {command}" in " ".join(cli(command, "--help", check=0).stdout.split())
-
-
-def test_import_gguf_refuses_what_is_not_gguf(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"nothing like it" * 100)
-    assert "x.gguf" in cli("import-gguf", "x.gguf", "out", check=2).stderr
-    assert "no.gguf" in cli("import-gguf", "no.gguf", "out", check=2).stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_debug_shows_the_traceback(archive: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "h3store", "verify", str(archive) + ".no"],
