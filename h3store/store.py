@@ -158,6 +158,12 @@ class Store:
         tiered = self._writable_range(name) if self.writable and record.base is None else self.range(name)
         return over_range(tiered, _torch_dtype(record.dtype), self._shapes.get(name, record.shape))
 
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
+        if name in self._open and range_of(value) is self._open[name]:
+            return
+        self.put(name, value)
+
     def _open_range(
         self,
         record: TensorRecord,
@@ -248,7 +254,11 @@ class Store:
         record.chunks = zero_table(record)
         writer.put(record)
         self._fresh.add(name)
-        return self[name]
+        try:
+            return self[name]
+        except BaseException:
+            self.remove(name)
+            raise
 
     def put(self, name: str, tensor: torch.Tensor | np.ndarray) -> None:
         """Writes a whole tensor, replacing one of that name; durable after commit()."""

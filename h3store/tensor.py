@@ -38,11 +38,12 @@ _METADATA_ONLY = frozenset(
     }
 )
 # What makes views or asks for sizes, and so reads no element.
-_TOUCH_NOTHING = frozenset(
-    "__getitem__ view view_as reshape split split_with_sizes chunk unbind t transpose permute narrow select squeeze unsqueeze "
-    "expand flatten unflatten as_strided detach data_ptr size stride dim numel element_size is_contiguous storage_offset "
-    "untyped_storage requires_grad_ diagonal movedim swapaxes swapdims unfold".split()
+_VIEWS = (
+    "__getitem__ view view_as reshape split split_with_sizes chunk unbind t transpose permute narrow select squeeze "
+    "unsqueeze expand flatten unflatten as_strided detach data_ptr size stride dim numel element_size is_contiguous "
+    "storage_offset untyped_storage requires_grad_ diagonal movedim swapaxes swapdims unfold"
 )
+_TOUCH_NOTHING = frozenset(_VIEWS.split())
 _IN_PLACE_DUNDERS = frozenset(
     {
         "__setitem__",

@@ -43,9 +43,11 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
         if error.errno == errno.EISDIR:
             raise ArchiveFormatError(f"{name}: a folder, not an archive file") from error
         raise ArchiveError(f"{name}: cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise ArchiveFormatError(f"{name}: not a regular file")
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or pipe"
+        raise ArchiveFormatError(f"{name}: {kind}, not an archive file")
     return fd
 
 
