@@ -118,39 +118,33 @@ static uint32_t encode_planes(h3_codec *codec, const h3_spec *spec, int mode, co
   return (uint32_t)(to.at - out);
 }
 
-/* Packs words, with another reference when the largest exponent leaves many escapes; returns the escape count. */
-static size_t pack_exponents(const uint8_t *words, size_t n, uint8_t *nib, uint8_t *rest, uint8_t *escapes,
-                             unsigned *ref) {
-  *ref = h3_exp_max(words, n);
-  h3_exp_pack(words, n, *ref, nib, rest);
-  size_t count = h3_exp_escapes(words, nib, n, escapes);
+/* Packs elements, with another reference when the largest exponent leaves many escapes; returns the escape count. */
+static size_t pack_exponents(const uint8_t *raw, size_t n, uint32_t elem, uint8_t *nib, uint8_t *rest, uint8_t *low,
+                             uint8_t *escapes, unsigned *ref) {
+  *ref = h3_exp_max(raw, n, elem);
+  h3_exp_pack(raw, n, elem, *ref, nib, rest, low);
+  size_t count = h3_exp_escapes(raw, n, elem, nib, escapes);
   if (count <= n / 64) return count;
-  unsigned better = h3_exp_best_ref(words, n);
+  unsigned better = h3_exp_best_ref(raw, n, elem);
   if (better == *ref) return count;
   *ref = better;
-  h3_exp_pack(words, n, better, nib, rest);
-  return h3_exp_escapes(words, nib, n, escapes);
+  h3_exp_pack(raw, n, elem, better, nib, rest, low);
+  return h3_exp_escapes(raw, n, elem, nib, escapes);
 }
 
 static uint32_t encode_exponents(h3_codec *codec, const h3_spec *spec, const uint8_t *raw, uint32_t bytes,
                                  uint8_t *out) {
   uint32_t elem = spec->elem_bytes, nib_entry, escape_entry = 0;
-  size_t n = bytes / elem, half = (n + 1) / 2;
-  uint8_t *nib = codec->planes, *escapes = nib + half, *top = escapes + n;
-  const uint8_t *words = raw;
+  size_t n = bytes / elem, half = (n + 1) / 2, low_bytes = elem == 4 ? 2 * n : 0;
+  uint8_t *nib = codec->planes, *escapes = nib + half;
   sink to = {out + EXP_HEADER, out + bytes - 1};
-  uint8_t *rest = to.at;
+  uint8_t *rest = to.at, *low = rest + n;
   /* Written in place below, so their room is checked here. */
-  if (n + (elem == 4 ? 2 * n : 0) > room(&to)) return 0;
-  to.at += n;
-  if (elem == 4) {
-    h3_halves_split(raw, n, top, to.at);
-    to.at += 2 * n;
-    words = top;
-  }
+  if (n + low_bytes > room(&to)) return 0;
+  to.at += n + low_bytes;
   if (put_raw(&to, raw + n * elem, bytes % elem)) return 0;
   unsigned ref;
-  size_t count = pack_exponents(words, n, nib, rest, escapes, &ref);
+  size_t count = pack_exponents(raw, n, elem, nib, rest, low, escapes, &ref);
   if (put_part(codec, spec->level, &to, nib, half, &nib_entry)) return 0;
   if (put_part(codec, spec->level, &to, escapes, count, &escape_entry)) return 0;
   uint32_t header[4] = {ref, nib_entry, (uint32_t)count, escape_entry};
@@ -274,13 +268,11 @@ static int decode_exponents(h3_codec *codec, const h3_spec *spec, source from, u
   if (!tail) return H3_E_CORRUPT;
   memcpy(header, head, sizeof header);
   if (header[0] > 255 || header[2] > n) return H3_E_CORRUPT;
-  uint8_t *escape_scratch = codec->planes + half, *words = elem == 4 ? escape_scratch + n : raw;
   const uint8_t *nib = take_part(codec, &from, header[1], half, codec->planes);
-  const uint8_t *escapes = nib ? take_part(codec, &from, header[3], header[2], escape_scratch) : NULL;
+  const uint8_t *escapes = nib ? take_part(codec, &from, header[3], header[2], codec->planes + half) : NULL;
   if (!escapes || from.at != from.end) return H3_E_CORRUPT;
-  h3_exp_unpack(nib, rest, n, header[0], words);
-  if (h3_exp_restore(words, nib, n, escapes, header[2])) return H3_E_CORRUPT;
-  if (elem == 4) h3_halves_join(words, low, n, raw);
+  h3_exp_unpack(nib, rest, low, n, elem, header[0], raw);
+  if (h3_exp_restore(raw, n, elem, nib, escapes, header[2])) return H3_E_CORRUPT;
   memcpy(raw + n * elem, tail, bytes % elem);
   return H3_OK;
 }

@@ -9,6 +9,7 @@
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
 typedef uint32_t u32 __attribute__((aligned(1), may_alias));
 typedef uint64_t u64 __attribute__((aligned(1), may_alias));
+typedef uint64_t v4u64 __attribute__((vector_size(32), aligned(1), may_alias));
 
 int h3_all_zero(const uint8_t *data, size_t bytes) {
   size_t i = 0;
@@ -185,19 +186,68 @@ void h3_planes_join(const uint8_t *const planes[8], size_t n, uint32_t elem, int
   if (elem == 8) join64(planes, n, (u64 *)out, mode);
 }
 
+/* ---- halves: 32-bit elements as their top and low 16 bits ---- */
+H3_CLONES static void split_halves(const u32 *restrict in, size_t n, u16 *restrict top, u16 *restrict low) {
+  for (size_t i = 0; i < n; i++) {
+    top[i] = (uint16_t)(in[i] >> 16);
+    low[i] = (uint16_t)in[i];
+  }
+}
+
+H3_CLONES static void join_halves(const u16 *restrict top, const u16 *restrict low, size_t n, u32 *restrict out) {
+  for (size_t i = 0; i < n; i++) out[i] = (uint32_t)top[i] << 16 | low[i];
+}
+
 /* ---- exponent nibbles ---- */
+/* Elements worked on at once where they need a buffer of their top halves: small against the first-level cache. */
+enum { EXP_BLOCK = 1024 };
+
+H3_INLINE size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* The top 16 bits of element i. */
+H3_INLINE const u16 *word_at(const uint8_t *in, size_t i, uint32_t elem) {
+  return (const u16 *)(in + i * elem + elem - 2);
+}
+
 H3_INLINE unsigned exponent(uint16_t word) { return (word >> 7) & 0xffu; }
 
-H3_CLONES static uint16_t max_exponent_bits(const u16 *words, size_t n) {
+H3_CLONES static unsigned max_exponent16(const u16 *words, size_t n) {
   uint16_t top = 0;
   for (size_t i = 0; i < n; i++) {
     uint16_t bits = words[i] & 0x7f80;
     top = bits > top ? bits : top;
   }
-  return top;
+  return exponent(top);
 }
 
-unsigned h3_exp_max(const uint8_t *words, size_t n) { return max_exponent_bits((const u16 *)words, n) >> 7; }
+H3_CLONES static unsigned max_exponent32(const u32 *in, size_t n) {
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; i++) {
+    uint32_t bits = in[i] & 0x7f800000;
+    top = bits > top ? bits : top;
+  }
+  return top >> 23;
+}
+
+unsigned h3_exp_max(const uint8_t *in, size_t n, uint32_t elem) {
+  return elem == 4 ? max_exponent32((const u32 *)in, n) : max_exponent16((const u16 *)in, n);
+}
+
+unsigned h3_exp_best_ref(const uint8_t *in, size_t n, uint32_t elem) {
+  uint32_t counts[256] = {0};
+  for (size_t i = 0; i < n; i++) counts[exponent(*word_at(in, i, elem))]++;
+  uint32_t inside = 0, most = 0;
+  unsigned best = 14;
+  for (unsigned top = 0; top < 256; top++) { /* inside = elements with exponent in [top - 14, top] */
+    inside += counts[top];
+    if (top >= 15) inside -= counts[top - 15];
+    if (inside > most) {
+      most = inside;
+      best = top;
+    }
+  }
+  return best;
+}
 
 /* In 16-bit lanes; exponents above ref wrap to large numbers and so escape too. */
 H3_INLINE uint16_t nibble(uint16_t word, uint16_t ref) {
@@ -214,110 +264,114 @@ H3_CLONES static void pack_rest(const u16 *restrict words, size_t n, uint8_t *re
   for (size_t i = 0; i < n; i++) rest[i] = (uint8_t)((words[i] >> 8 & 0x80) | (words[i] & 0x7f));
 }
 
-void h3_exp_pack(const uint8_t *words, size_t n, unsigned ref, uint8_t *nib, uint8_t *rest) {
-  const u16 *w = (const u16 *)words;
-  size_t half = (n + 1) / 2;
-  pack_pairs(w, w + half, n - half, (uint16_t)ref, nib);
-  if (n % 2) nib[half - 1] = (uint8_t)nibble(w[half - 1], (uint16_t)ref);
-  pack_rest(w, n, rest);
+static void pack_words(const u16 *low, const u16 *high, size_t n_low, size_t n_high, unsigned ref, uint8_t *nib,
+                       uint8_t *rest_low, uint8_t *rest_high) {
+  pack_pairs(low, high, n_high, (uint16_t)ref, nib);
+  if (n_low > n_high) nib[n_high] = (uint8_t)nibble(low[n_high], (uint16_t)ref);
+  pack_rest(low, n_low, rest_low);
+  pack_rest(high, n_high, rest_high);
 }
 
-H3_CLONES static void unpack_low(const uint8_t *restrict nib, const uint8_t *restrict rest, size_t n, uint16_t ref,
-                                 u16 *restrict words) {
-  for (size_t i = 0; i < n; i++) {
-    uint16_t e = (uint16_t)((ref - (nib[i] & 15)) & 0xff);
-    words[i] = (uint16_t)((rest[i] & 0x80) << 8 | e << 7 | (rest[i] & 0x7f));
+void h3_exp_pack(const uint8_t *in, size_t n, uint32_t elem, unsigned ref, uint8_t *nib, uint8_t *rest, uint8_t *low) {
+  size_t half = (n + 1) / 2;
+  if (elem == 2) {
+    const u16 *words = (const u16 *)in;
+    pack_words(words, words + half, half, n - half, ref, nib, rest, rest + half);
+    return;
+  }
+  uint16_t first[EXP_BLOCK], second[EXP_BLOCK];
+  for (size_t at = 0; at < half; at += EXP_BLOCK) {
+    size_t n_low = smaller(half - at, EXP_BLOCK), n_high = smaller(n - half - at, EXP_BLOCK);
+    split_halves((const u32 *)in + at, n_low, first, (u16 *)low + at);
+    split_halves((const u32 *)in + half + at, n_high, second, (u16 *)low + half + at);
+    pack_words(first, second, n_low, n_high, ref, nib + at, rest + at, rest + half + at);
   }
 }
 
-H3_CLONES static void unpack_high(const uint8_t *restrict nib, const uint8_t *restrict rest, size_t n, uint16_t ref,
-                                  u16 *restrict words) {
-  for (size_t i = 0; i < n; i++) {
-    uint16_t e = (uint16_t)((ref - (nib[i] >> 4)) & 0xff);
-    words[i] = (uint16_t)((rest[i] & 0x80) << 8 | e << 7 | (rest[i] & 0x7f));
+/* In bytes, which fill four times the lanes that the words would: the low byte of a word is the exponent's last bit over
+ * the mantissa, the high byte the sign over its first seven. */
+#define UNPACK(NAME, NIBBLE)                                                                                          \
+  H3_CLONES static void NAME(const uint8_t *restrict nib, const uint8_t *restrict rest, size_t n, uint8_t ref,        \
+                             uint8_t *restrict words) {                                                               \
+    for (size_t i = 0; i < n; i++) {                                                                                  \
+      uint8_t e = (uint8_t)(ref - (NIBBLE));                                                                          \
+      words[2 * i] = (uint8_t)((rest[i] & 0x7f) | (e << 7));                                                          \
+      words[2 * i + 1] = (uint8_t)((rest[i] & 0x80) | (e >> 1));                                                      \
+    }                                                                                                                 \
   }
-}
+UNPACK(unpack_low, nib[i] & 15)
+UNPACK(unpack_high, nib[i] >> 4)
 
-void h3_exp_unpack(const uint8_t *nib, const uint8_t *rest, size_t n, unsigned ref, uint8_t *words) {
+void h3_exp_unpack(const uint8_t *nib, const uint8_t *rest, const uint8_t *low, size_t n, uint32_t elem, unsigned ref,
+                   uint8_t *out) {
   size_t half = (n + 1) / 2;
-  unpack_low(nib, rest, half, (uint16_t)ref, (u16 *)words);
-  unpack_high(nib, rest + half, n - half, (uint16_t)ref, (u16 *)words + half);
+  if (elem == 2) {
+    unpack_low(nib, rest, half, (uint8_t)ref, out);
+    unpack_high(nib, rest + half, n - half, (uint8_t)ref, out + 2 * half);
+    return;
+  }
+  uint16_t words[EXP_BLOCK];
+  for (size_t at = 0; at < n;) {
+    size_t end = at < half ? half : n, count = smaller(end - at, EXP_BLOCK);
+    if (at < half)
+      unpack_low(nib + at, rest + at, count, (uint8_t)ref, (uint8_t *)words);
+    else
+      unpack_high(nib + at - half, rest + at, count, (uint8_t)ref, (uint8_t *)words);
+    join_halves(words, (const u16 *)low + at, count, (u32 *)out + at);
+    at += count;
+  }
 }
 
 /* Bit 0 of each nibble of the result is set where the nibble of x is 15. */
-H3_INLINE uint64_t fifteens(uint64_t x) {
-  uint64_t pairs = x & (x >> 1);
-  return pairs & (pairs >> 2) & 0x1111111111111111ULL;
+#define FIFTEENS(x) ((x) & (x) >> 1 & (x) >> 2 & (x) >> 3 & 0x1111111111111111ULL)
+
+enum { SCAN_BLOCK = 64 };
+
+/* Where the next block of SCAN_BLOCK bytes with a nibble of 15 begins, from at on; the last, shorter one always counts. */
+H3_CLONES static size_t next_escapes(const uint8_t *nib, size_t at, size_t bytes) {
+  for (; at + SCAN_BLOCK <= bytes; at += SCAN_BLOCK) {
+    v4u64 a = *(const v4u64 *)(nib + at), b = *(const v4u64 *)(nib + at + 32);
+    v4u64 hits = FIFTEENS(a) | FIFTEENS(b);
+    if ((hits[0] | hits[1]) | (hits[2] | hits[3])) break;
+  }
+  return at;
 }
 
 /* The up to 16 nibbles of bytes [at, at + 8), those past the last byte as 0. */
 H3_INLINE uint64_t nibbles_at(const uint8_t *nib, size_t at, size_t bytes) {
+  if (H3_LIKELY(bytes - at >= 8)) return *(const u64 *)(nib + at);
   uint64_t x = 0;
-  memcpy(&x, nib + at, bytes - at < 8 ? bytes - at : 8);
+  for (size_t i = at; i < bytes; i++) x |= (uint64_t)nib[i] << (8 * (i - at));
   return x;
 }
 
-/* Word index of nibble bit position `bit` of the group that starts at byte `at`. */
-H3_INLINE size_t word_of(size_t at, unsigned bit, size_t half) { return at + bit / 8 + (bit % 8 ? half : 0); }
-
-size_t h3_exp_escapes(const uint8_t *words, const uint8_t *nib, size_t n, uint8_t *escapes) {
-  const u16 *w = (const u16 *)words;
-  size_t half = (n + 1) / 2, count = 0;
-  for (size_t at = 0; at < half; at += 8) {
-    for (uint64_t hits = fifteens(nibbles_at(nib, at, half)); hits; hits &= hits - 1) {
-      size_t i = word_of(at, (unsigned)__builtin_ctzll(hits), half);
-      if (i < n) escapes[count++] = (uint8_t)exponent(w[i]);
-    }
+/* Runs body with i = each escaped element, in the order of nib: bytes, low nibble first. i may be n when n is odd. */
+#define EACH_ESCAPE(nib, half, i, body)                                                       \
+  for (size_t at = 0; (at = next_escapes(nib, at, half)) < half; at += SCAN_BLOCK) {          \
+    for (size_t group = at; group < smaller(at + SCAN_BLOCK, half); group += 8) {             \
+      uint64_t x = nibbles_at(nib, group, half);                                              \
+      for (uint64_t hits = FIFTEENS(x); hits; hits &= hits - 1) {                             \
+        unsigned bit = (unsigned)__builtin_ctzll(hits);                                       \
+        size_t i = group + bit / 8 + (bit % 8 ? half : 0);                                    \
+        body                                                                                  \
+      }                                                                                       \
+    }                                                                                         \
   }
+
+size_t h3_exp_escapes(const uint8_t *in, size_t n, uint32_t elem, const uint8_t *nib, uint8_t *escapes) {
+  size_t half = (n + 1) / 2, count = 0;
+  EACH_ESCAPE(nib, half, i, {
+    if (i < n) escapes[count++] = (uint8_t)exponent(*word_at(in, i, elem));
+  })
   return count;
 }
 
-int h3_exp_restore(uint8_t *words, const uint8_t *nib, size_t n, const uint8_t *escapes, size_t n_escapes) {
-  u16 *w = (u16 *)words;
+int h3_exp_restore(uint8_t *out, size_t n, uint32_t elem, const uint8_t *nib, const uint8_t *escapes, size_t n_escapes) {
   size_t half = (n + 1) / 2, count = 0;
-  for (size_t at = 0; at < half; at += 8) {
-    for (uint64_t hits = fifteens(nibbles_at(nib, at, half)); hits; hits &= hits - 1) {
-      size_t i = word_of(at, (unsigned)__builtin_ctzll(hits), half);
-      if (i >= n || count == n_escapes) return -1;
-      w[i] = (uint16_t)((w[i] & 0x807f) | escapes[count++] << 7);
-    }
-  }
+  EACH_ESCAPE(nib, half, i, {
+    if (i >= n || count == n_escapes) return -1;
+    u16 *word = (u16 *)(out + i * elem + elem - 2);
+    *word = (uint16_t)((*word & 0x807f) | escapes[count++] << 7);
+  })
   return count == n_escapes ? 0 : -1;
-}
-
-unsigned h3_exp_best_ref(const uint8_t *words, size_t n) {
-  const u16 *w = (const u16 *)words;
-  uint32_t counts[256] = {0};
-  for (size_t i = 0; i < n; i++) counts[exponent(w[i])]++;
-  uint32_t inside = 0, most = 0;
-  unsigned best = 14;
-  for (unsigned top = 0; top < 256; top++) { /* inside = words with exponent in [top - 14, top] */
-    inside += counts[top];
-    if (top >= 15) inside -= counts[top - 15];
-    if (inside > most) {
-      most = inside;
-      best = top;
-    }
-  }
-  return best;
-}
-
-/* ---- halves ---- */
-H3_CLONES static void split_halves(const u32 *restrict in, size_t n, u16 *restrict top, u16 *restrict low) {
-  for (size_t i = 0; i < n; i++) {
-    top[i] = (uint16_t)(in[i] >> 16);
-    low[i] = (uint16_t)in[i];
-  }
-}
-
-H3_CLONES static void join_halves(const u16 *restrict top, const u16 *restrict low, size_t n, u32 *restrict out) {
-  for (size_t i = 0; i < n; i++) out[i] = (uint32_t)top[i] << 16 | low[i];
-}
-
-void h3_halves_split(const uint8_t *in, size_t n, uint8_t *top, uint8_t *low) {
-  split_halves((const u32 *)in, n, (u16 *)top, (u16 *)low);
-}
-
-void h3_halves_join(const uint8_t *top, const uint8_t *low, size_t n, uint8_t *out) {
-  join_halves((const u16 *)top, (const u16 *)low, n, (u32 *)out);
 }

@@ -26,20 +26,19 @@ void h3_planes_split(const uint8_t *in, size_t n, uint32_t elem, int mode, uint8
 /* planes[p] points to n bytes each. */
 void h3_planes_join(const uint8_t *const planes[8], size_t n, uint32_t elem, int mode, uint8_t *out);
 
-/* 16-bit words of sign, 8 exponent bits, 7 mantissa bits (bf16, or the top half of fp32).
- * nib: (n + 1) / 2 bytes; byte j holds the nibble of word j below that of word j + (n + 1) / 2.
- * nibble = ref - exponent if that is 0..14, else 15 (escape). rest: n bytes of sign and mantissa. */
-unsigned h3_exp_max(const uint8_t *words, size_t n);
-void h3_exp_pack(const uint8_t *words, size_t n, unsigned ref, uint8_t *nib, uint8_t *rest);
-void h3_exp_unpack(const uint8_t *nib, const uint8_t *rest, size_t n, unsigned ref, uint8_t *words);
-/* Exponents of escaped words, in the order of their nibbles in nib (low nibble first); returns how many. escapes holds n. */
-size_t h3_exp_escapes(const uint8_t *words, const uint8_t *nib, size_t n, uint8_t *escapes);
-/* Puts the exponents back into words; 0 when nib holds exactly n_escapes escapes, else -1. */
-int h3_exp_restore(uint8_t *words, const uint8_t *nib, size_t n, const uint8_t *escapes, size_t n_escapes);
+/* Elements of 2 or 4 bytes whose top 16 bits are sign, 8 exponent bits, 7 mantissa bits: bf16, fp32.
+ * nib: (n + 1) / 2 bytes; byte j holds the nibble of element j below that of element j + (n + 1) / 2.
+ * nibble = ref - exponent if that is 0..14, else 15 (escape). rest: n bytes of sign and mantissa.
+ * low: the low 16 bits of n 4-byte elements; unused for 2-byte ones. */
+unsigned h3_exp_max(const uint8_t *in, size_t n, uint32_t elem);
 /* The reference that leaves the fewest escapes. */
-unsigned h3_exp_best_ref(const uint8_t *words, size_t n);
-
-/* 32-bit words to their top and low halves, and back. */
-void h3_halves_split(const uint8_t *in, size_t n, uint8_t *top, uint8_t *low);
-void h3_halves_join(const uint8_t *top, const uint8_t *low, size_t n, uint8_t *out);
+unsigned h3_exp_best_ref(const uint8_t *in, size_t n, uint32_t elem);
+void h3_exp_pack(const uint8_t *in, size_t n, uint32_t elem, unsigned ref, uint8_t *nib, uint8_t *rest, uint8_t *low);
+void h3_exp_unpack(const uint8_t *nib, const uint8_t *rest, const uint8_t *low, size_t n, uint32_t elem, unsigned ref,
+                   uint8_t *out);
+/* Exponents of escaped elements, in the order of their nibbles in nib (low nibble first); returns how many. escapes holds
+ * n. */
+size_t h3_exp_escapes(const uint8_t *in, size_t n, uint32_t elem, const uint8_t *nib, uint8_t *escapes);
+/* Puts the exponents back; 0 when nib holds exactly n_escapes escapes, else -1. */
+int h3_exp_restore(uint8_t *out, size_t n, uint32_t elem, const uint8_t *nib, const uint8_t *escapes, size_t n_escapes);
 #endif

@@ -22,6 +22,14 @@ class Codec:
         out = ffi.new("h3_codec **")
         check(lib.h3_codec_create(out), "codec")
         self._native = ffi.gc(out[0], lib.h3_codec_destroy)
+        self._spec: Spec | None = None
+        self._native_spec: Any = None
+
+    def _to_native(self, spec: Spec) -> Any:
+        """The spec of the last call, mostly: chunks come tensor by tensor, and making one takes as long as 8 KiB do."""
+        if spec is not self._spec:
+            self._spec, self._native_spec = spec, spec.to_native()
+        return self._native_spec
 
     def encode(self, raw: Buffer, spec: Spec, base: Buffer | None = None) -> tuple[np.void, bytes]:
         """Encodes one chunk.
@@ -42,7 +50,7 @@ class Codec:
         out = ffi.new("uint8_t[]", max(size, 1))
         entry = np.zeros(1, CHUNK_DTYPE)
         native = _entry(entry)
-        status = lib.h3_chunk_encode(self._native, spec.to_native(), data, size, _base(base, size), out, size, native)
+        status = lib.h3_chunk_encode(self._native, self._to_native(spec), data, size, _base(base, size), out, size, native)
         check(status, f"encode of a chunk of {size} bytes")
         return entry[0], bytes(ffi.buffer(out, int(entry[0]["stored_bytes"])))
 
@@ -55,13 +63,13 @@ class Codec:
         held = ffi.from_buffer(stored)
         if len(held) < int(entry["stored_bytes"]):
             return lib.H3_E_TRUNCATED
-        row, native = np.array([entry], CHUNK_DTYPE), spec.to_native()
         out = ffi.from_buffer(raw, require_writable=True)
-        return lib.h3_chunk_decode(self._native, native, _entry(row), held, _base(base, len(out)), out, len(out))
+        size = len(out)
+        return lib.h3_chunk_decode(self._native, self._to_native(spec), _entry(entry), held, _base(base, size), out, size)
 
 
-def _entry(entry: np.ndarray) -> Any:
-    # A plain pointer: the caller keeps the array alive over the call.
+def _entry(entry: np.ndarray | np.void) -> Any:
+    # A plain pointer: the caller keeps the entry alive over the call.
     return ffi.cast("h3_chunk *", ffi.from_buffer(entry))
 
 
