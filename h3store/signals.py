@@ -12,15 +12,9 @@ from typing import Any
 
 from h3store._ffi import lib
 
-__all__ = ["ensure", "own"]
+__all__ = ["own"]
 
 _FAULT_SIGNALS = (signal.SIGBUS, signal.SIGSEGV)
-
-
-def ensure() -> None:
-    """Puts our handler back if somebody replaced it; one sigaction call when nobody did."""
-    if not lib.h3_signals_ours():
-        lib.h3_signals_install()
 
 
 def _then_ensure(function: Callable[..., Any]) -> Callable[..., Any]:

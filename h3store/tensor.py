@@ -15,7 +15,7 @@ import torch
 from h3store._ffi import lib
 from h3store.errors import H3Error, ReadOnlyError
 from h3store.pager import Range, range_at
-from h3store.signals import ensure, own
+from h3store.signals import own
 
 __all__ = ["TieredTensor", "operands", "over_range", "range_of"]
 
@@ -214,8 +214,6 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if _may_write(func, kwargs):
         for target in _targets(func, args, kwargs):
             _refuse(target, func)
-    if not lib.h3_signals_ours():
-        lib.h3_signals_install()
     lib.h3_op_enter()
     with _plain():
         before = [tensor._version for tensor in tensors if not tensor.is_inference()]
@@ -226,8 +224,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
                     _prefetch_whole(tensor, tiered)
             result = func(*args, **kwargs)
         finally:
-            lib.h3_op_leave()
-            if lib.h3_errors_pending():
+            if lib.h3_op_leave():
                 _raise_errors(tensors)
         changed = before != [tensor._version for tensor in tensors if not tensor.is_inference()]
     if changed:
@@ -251,9 +248,19 @@ def _check_written(func: Callable[..., Any], tensors: list[TieredTensor], before
             _refuse(tensor, func)
 
 
+def _may_be_tiered(tensor: torch.Tensor) -> bool:
+    """Whether its first element lies in a range: a fraction of what asking its storage costs."""
+    try:
+        return bool(lib.h3_is_tiered(tensor.data_ptr())) or tensor.numel() == 0
+    except RuntimeError:  # no storage to speak of
+        return False
+
+
 def _retype(result: Any) -> Any:
     """Views of tiered memory become TieredTensors; everything else stays what it is."""
     if type(result) is torch.Tensor:
+        if not _may_be_tiered(result):
+            return result
         tiered = range_of(result)
         if tiered is None:
             return result
@@ -279,7 +286,6 @@ def _plain_copy(tensor: TieredTensor) -> torch.Tensor:
 def in_operation(ranges: Iterable[Range]) -> Iterator[None]:
     """Around foreign code that touches tiered memory: a failed fill raises here instead of ending the process."""
     held = list(ranges)
-    ensure()
     lib.h3_op_enter()
     try:
         yield

@@ -198,7 +198,7 @@ void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes);
 int h3_pin_address(const void *address, uint64_t bytes);
 void h3_unpin_address(const void *address, uint64_t bytes);
 /* 1 if the address lies in a live range. */
-int h3_is_tiered(const void *address);
+int h3_is_tiered(uintptr_t address);
 /* Writes back every changed block among [first, first+count) and copies their entries to chunks (may be NULL).
  * Concurrent writers see no torn block; what they write later is dirty again. Blocks on the disk. */
 int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks);
@@ -221,8 +221,9 @@ long h3_errors_pending(void);
 int h3_range_take_error(h3_range *range, uint64_t *block);
 /* While the count of ops in flight is above zero a failed fill gives a quarantined zero block and a range error instead
  * of killing the process. Callers must check h3_range_take_error after the op. */
-void h3_op_enter(void);
-void h3_op_leave(void);
+/* enter also puts our signal handlers back if somebody replaced them (a status); leave returns h3_errors_pending. */
+int h3_op_enter(void);
+long h3_op_leave(void);
 /* Signal ownership: 1 if our handler is installed for the delivery's signal. h3_signals_install puts it back,
  * keeping what it finds as the handler for foreign addresses. */
 int h3_signals_ours(void);

@@ -222,7 +222,7 @@ void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes) {
   h3_signals_restore(&saved);
 }
 
-int h3_is_tiered(const void *address) { return h3_map_find(address) != NULL; }
+int h3_is_tiered(uintptr_t address) { return h3_map_find((const void *)address) != NULL; }
 
 int h3_pin_address(const void *address, uint64_t bytes) {
   h3_range *range = h3_map_find(address);

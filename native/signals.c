@@ -16,8 +16,16 @@ static pthread_mutex_t install_lock = PTHREAD_MUTEX_INITIALIZER; /* guards previ
 H3_TLS int in_foreign, foreign_repeats;
 H3_TLS const void *foreign_address;
 
-void h3_op_enter(void) { atomic_fetch_add(&ops_in_flight, 1); }
-void h3_op_leave(void) { atomic_fetch_sub(&ops_in_flight, 1); }
+int h3_op_enter(void) {
+  atomic_fetch_add(&ops_in_flight, 1);
+  return h3_signals_ours() ? H3_OK : h3_signals_install();
+}
+
+long h3_op_leave(void) {
+  atomic_fetch_sub(&ops_in_flight, 1);
+  return atomic_load(&errors_pending);
+}
+
 long h3_errors_pending(void) { return atomic_load(&errors_pending); }
 void h3_errors_add(long count) { atomic_fetch_add(&errors_pending, count); }
 
