@@ -33,7 +33,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("h3store.batch")
     if name not in _HOMES:
         raise AttributeError(f"module 'h3store' has no attribute {name!r}")
-    importlib.import_module("h3store.handoff").register()
     value = getattr(importlib.import_module(f"h3store.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -69,7 +69,7 @@ def test_raw_access_to_a_damaged_block_ends_the_process_with_one_line(
     path, _ = archive
     damage(path, "bad", 2)
     done = run_python(
-        f"import h3store\nh3store.load({str(path)!r})['bad'].view(h3store.store.torch.int16).numpy().sum()"
+        f"import h3store, torch\nh3store.load({str(path)!r})['bad'].view(torch.int16).numpy().sum()"
     )
     assert done.returncode == -signal.SIGBUS
     assert "a.h3: tensor 'bad', block 2: " in done.stderr

@@ -1,5 +1,5 @@
-"""kill -9 of a process that commits in a loop, fifty times at random moments: the store opens at the last commit that was
-acknowledged, or at the one under way, whole."""
+"""kill -9 of a process that commits in a loop, fifty times at random moments: the store opens at the last commit that
+was acknowledged, or at the one under way, whole."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Named tensors in one archive under one ddr budget. Owns what exists, which ranges are open, and commits; refuses
-to know what tensors mean. save and load are here, too: an archive written at once, an archive read lazily."""
+"""Store: named tensors of one archive under one ddr budget. Owns what exists, which ranges are open, and commits;
+refuses to know what tensors mean."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from h3store.archive import BaseRef, Reader, TensorRecord, Writer
-from h3store.codec import CHUNK_DTYPE, Delta, Spec, choose_spec, default_spec, dtype_info, encode_chunk
+from h3store.archive import Reader, TensorRecord, Writer
+from h3store.codec import Delta, Spec, choose_spec, default_spec
 from h3store.errors import (
     BudgetError,
     CorruptArchiveError,
@@ -27,15 +25,14 @@ from h3store.errors import (
     UsageError,
 )
 from h3store.pager import Pager, Range
-from h3store.tensor import TieredTensor, byte_span, in_operation, over_range, range_of
+from h3store.store.encode import CHUNK_BYTES, add_tensor, name_of, range_samples, row_bytes_of, torch_dtype, zero_table
+from h3store.tensor import TieredTensor, over_range, range_of
 from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
 from h3store.units import MiB, parse_bytes
 
-__all__ = ["Store", "load", "open", "pin", "prefetch", "save"]
+__all__ = ["Store", "origin_of"]
 
-CHUNK_BYTES = 64 * 1024
-_SAMPLE_CHUNKS = 4
 # Writable tensors reserve this much more address space than they have bytes, so that appends need no new range.
 _GROWTH = 4
 _GROWTH_BYTES = 64 * MiB
@@ -156,7 +153,7 @@ class Store:
         """Returns a tensor: writable in modes "r+" and "w", read-only in mode "r". Reads nothing yet."""
         record = self.record(name)
         tiered = self._writable_range(name) if self.writable and record.base is None else self.range(name)
-        return over_range(tiered, _torch_dtype(record.dtype), self._shapes.get(name, record.shape))
+        return over_range(tiered, torch_dtype(record.dtype), self._shapes.get(name, record.shape))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
@@ -249,7 +246,7 @@ class Store:
             raise UsageError(f"{self.path}: a tensor named {name!r} exists; remove it first, or choose another name")
         shape = tuple(int(size) for size in shape)
         record = TensorRecord(
-            name, _name_of(dtype), shape, default_spec(str(dtype), _row_bytes(shape, dtype)), chunk_bytes
+            name, name_of(dtype), shape, default_spec(str(dtype), row_bytes_of(shape, dtype)), chunk_bytes
         )
         record.chunks = zero_table(record)
         writer.put(record)
@@ -278,7 +275,7 @@ class Store:
         metadata: dict[str, Any],
     ) -> None:
         """Takes chunks that native code has appended to `file` as a tensor; durable after commit()."""
-        self._writer().put(TensorRecord(name, _name_of(dtype), shape, spec, chunk_bytes, chunks, metadata=metadata))
+        self._writer().put(TensorRecord(name, name_of(dtype), shape, spec, chunk_bytes, chunks, metadata=metadata))
 
     def append(self, name: str, rows: torch.Tensor) -> TieredTensor:
         """Adds rows along the first dimension and returns the longer tensor; durable after commit().
@@ -298,7 +295,7 @@ class Store:
             raise UsageError(
                 f"{name!r} has shape {shape}; rows of shape {tuple(rows.shape)} cannot be appended along dimension 0"
             )
-        if _name_of(rows.dtype) != record.dtype:
+        if name_of(rows.dtype) != record.dtype:
             raise UsageError(f"{name!r} is {record.dtype}; rows are {rows.dtype}: convert them first")
         new_shape = (shape[0] + rows.shape[0], *shape[1:])
         nbytes = int(np.prod(new_shape, dtype=np.int64)) * rows.element_size()
@@ -331,7 +328,7 @@ class Store:
         record = writer.records[name]
         shape = self._shapes[name]
         if name in self._fresh and tiered.nbytes:
-            spec = choose_spec(_samples(tiered), record.dtype, record.spec.row_bytes)
+            spec = choose_spec(range_samples(tiered), record.dtype, record.spec.row_bytes)
             spec = replace(spec, row_bytes=record.spec.row_bytes)
             tiered.set_spec(native_spec(spec))
             record = replace(record, spec=spec)
@@ -395,203 +392,7 @@ class Store:
         self.close(commit=kind is None)
 
 
-# ---- helpers over tensors ----
-
-
 def origin_of(store: Store, name: str) -> tuple[bytes, int]:
     """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
     table = store.record(name).table
     return store.archive.uuid, table.check if table is not None else 0
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f"dtype {name!r} is not one that this torch ({torch.__version__}) knows")
-    return found
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    dtype_info(name)
-    return name
-
-
-def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize if len(shape) > 1 else 0
-
-
-def zero_table(record: TensorRecord) -> np.ndarray:
-    """Returns the chunk table of a tensor of zeros that nothing was written of, (n_chunks,)."""
-    table = np.zeros(record.n_chunks, CHUNK_DTYPE)
-    for block in {0, record.n_chunks - 1} if record.n_chunks else ():
-        entry, _ = encode_chunk(bytes(record.chunk_size(block)), record.spec)
-        table[block] = entry
-    table[:-1] = table[0] if record.n_chunks else 0
-    return table
-
-
-def _samples(tiered: Range, count: int = _SAMPLE_CHUNKS) -> list[np.ndarray]:
-    """A few chunks spread over the range, copied."""
-    view = np.frombuffer(tiered.buffer(), np.uint8)
-    picked = sorted({int(i) for i in np.linspace(0, tiered.n_blocks - 1, count)})
-    with in_operation([tiered]):
-        return [view[i * tiered.block_bytes : (i + 1) * tiered.block_bytes].copy() for i in picked]
-
-
-def _flat_bytes(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Address of a tensor's bytes in C order, and what keeps them alive."""
-    with torch.no_grad():
-        held = tensor.detach()
-        if held.device.type != "cpu":
-            held = held.cpu()
-        held = held.resolve_conj().resolve_neg().contiguous()
-    return held.data_ptr(), held
-
-
-def _bytes_at(address: int, nbytes: int) -> np.ndarray:
-    """A uint8 view of memory that the caller keeps alive."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def _tensor_samples(tensor: torch.Tensor, chunk_bytes: int) -> list[np.ndarray]:
-    """A few chunks of a contiguous tensor, copied: all of it is never read here."""
-    nbytes = tensor.numel() * tensor.element_size()
-    view = _bytes_at(tensor.data_ptr(), nbytes)
-    picked = sorted({int(i) for i in np.linspace(0, (nbytes - 1) // chunk_bytes, _SAMPLE_CHUNKS)})
-    return [view[i * chunk_bytes : (i + 1) * chunk_bytes].copy() for i in picked]
-
-
-def add_tensor(
-    writer: Writer,
-    name: str,
-    tensor: torch.Tensor,
-    base: tuple[BaseRef, TieredTensor, int] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> None:
-    """Encodes one tensor into an archive, its spec chosen by trial; durable after commit."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UsageError(f"tensor {name!r} has layout {tensor.layout}; make it dense and unquantised first")
-    dtype, shape = _name_of(tensor.dtype), tuple(tensor.shape)
-    if base is not None:
-        chunk_bytes = base[2]
-    if tensor.numel() == 0:
-        writer.add(name, b"", dtype, shape, default_spec(dtype, 0), chunk_bytes)
-        return
-    address, held = _flat_bytes(tensor)
-    sources = [tiered for source in (held, base[1] if base else held) if (tiered := range_of(source)) is not None]
-    with in_operation(sources):
-        samples = _tensor_samples(held, chunk_bytes)
-        base_samples = _tensor_samples(base[1], chunk_bytes) if base else None
-        spec = choose_spec(samples, dtype, _row_bytes(shape, tensor.dtype), base_samples)
-        leans = base is not None and spec.delta == Delta.BASE
-        writer.add(
-            name,
-            address,
-            dtype,
-            shape,
-            spec,
-            chunk_bytes,
-            base=base[0] if base and leans else None,
-            base_data=base[1].data_ptr() if base and leans else None,
-        )
-
-
-def save(
-    tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
-) -> None:
-    """Writes one archive of named tensors, atomically: the file at path is the old one until all is on disk.
-
-    Args:
-        tensors: any dtype but quantised ones; views and other devices are copied piece by piece.
-        path: of the archive; replaced if it exists.
-        base: an archive that holds related tensors of the same names, shapes and dtypes; where a difference is smaller
-            it is what gets stored, and loading needs that archive at the same place relative to this one.
-
-    Raises:
-        UsageError, StorageFullError, ArchiveError: nothing at path has changed.
-    """
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise UsageError("save() takes a mapping of names to tensors, such as model.state_dict()")
-    if base is not None and os.path.exists(path) and os.path.samefile(base, path):
-        raise UsageError(f"{os.fspath(path)}: cannot be saved as a difference to itself; choose another path")
-    with Writer(path, "w") as writer:
-        related = Store(base, "r", 64 * MiB) if base is not None else None
-        for name, tensor in tensors.items():
-            add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)))
-        writer.commit()
-        if related is not None:
-            related.close()
-
-
-def _related(
-    store: Store | None, name: str, tensor: torch.Tensor, path: Path
-) -> tuple[BaseRef, TieredTensor, int] | None:
-    if store is None or name not in store:
-        return None
-    record = store.record(name)
-    if record.shape != tuple(tensor.shape) or record.dtype != _name_of(tensor.dtype) or not tensor.numel():
-        return None
-    reader = store.archive
-    relative = os.path.relpath(store.path, path.parent if str(path.parent) else ".")
-    return BaseRef(relative, reader.uuid, reader.sequence, name), store[name], record.chunk_bytes
-
-
-def load(path: str | os.PathLike[str], *, ddr_bytes: int | str | None = None) -> dict[str, TieredTensor]:
-    """Opens an archive lazily: tensors are read-only, and their blocks are read when touched.
-
-    Args:
-        ddr_bytes: budget that all of them share; None: a quarter of the memory that is available now.
-
-    Raises:
-        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError, BudgetError.
-    """
-    store = Store(path, "r", ddr_bytes)
-    return {name: store[name] for name in store}
-
-
-def open(path: str | os.PathLike[str], *, mode: str = "r", ddr_bytes: int | str | None = None) -> Store:
-    """Opens a store; public as h3store.open.
-
-    Args:
-        mode: "r" reads the last commit; "r+" changes it, one writer at a time; "w" starts anew: an old file stays
-            until the first commit.
-        ddr_bytes: hard bound on resident bytes of all its tensors, an int or text such as "64MiB"; None: a quarter of
-            the memory that is available now.
-
-    Raises:
-        ArchiveNotFoundError, ArchiveLockedError, ArchiveFormatError, CorruptArchiveError, BudgetError, UsageError.
-    """
-    return Store(path, mode, ddr_bytes)
-
-
-def prefetch(*tensors: torch.Tensor) -> int:
-    """Makes tensors or slices of tensors resident, as far as their budgets allow. Blocks on the disk; Ctrl-C works.
-
-    Returns: bytes resident afterwards, counted per call. Ordinary tensors count nothing.
-    """
-    total = 0
-    for tensor in tensors:
-        tiered = range_of(tensor)
-        if tiered is not None:
-            total += tiered.prefetch(*byte_span(tensor))
-    return total
-
-
-@contextmanager
-def pin(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Holds a tensor or slice resident inside the with-block, so that system calls may be given its memory.
-
-    Raises:
-        BudgetError: it does not fit the budget beside what is pinned already.
-    """
-    tiered = range_of(tensor)
-    if tiered is None:
-        yield tensor
-        return
-    span = byte_span(tensor)
-    tiered.pin(*span)
-    try:
-        yield tensor
-    finally:
-        tiered.unpin(*span)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from h3store.errors import CorruptArchiveError
-from h3store.store import Store, origin_of
+from h3store.store.named import Store, origin_of
 from h3store.tensor import TieredTensor, range_of
 from h3store.units import MiB
 

@@ -1,0 +1,86 @@
+"""An archive written at once, an archive read lazily, a store opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from h3store.archive import BaseRef, Writer
+from h3store.errors import UsageError
+from h3store.store.encode import add_tensor, name_of
+from h3store.store.named import Store
+from h3store.tensor import TieredTensor
+from h3store.units import MiB
+
+__all__ = ["load", "open", "save"]
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+) -> None:
+    """Writes one archive of named tensors, atomically: the file at path is the old one until all is on disk.
+
+    Args:
+        tensors: any dtype but quantised ones; views and other devices are copied piece by piece.
+        path: of the archive; replaced if it exists.
+        base: an archive that holds related tensors of the same names, shapes and dtypes; where a difference is smaller
+            it is what gets stored, and loading needs that archive at the same place relative to this one.
+
+    Raises:
+        UsageError, StorageFullError, ArchiveError: nothing at path has changed.
+    """
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise UsageError("save() takes a mapping of names to tensors, such as model.state_dict()")
+    if base is not None and os.path.exists(path) and os.path.samefile(base, path):
+        raise UsageError(f"{os.fspath(path)}: cannot be saved as a difference to itself; choose another path")
+    with Writer(path, "w") as writer:
+        related = Store(base, "r", 64 * MiB) if base is not None else None
+        for name, tensor in tensors.items():
+            add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)))
+        writer.commit()
+        if related is not None:
+            related.close()
+
+
+def _related(
+    store: Store | None, name: str, tensor: torch.Tensor, path: Path
+) -> tuple[BaseRef, TieredTensor, int] | None:
+    if store is None or name not in store:
+        return None
+    record = store.record(name)
+    if record.shape != tuple(tensor.shape) or record.dtype != name_of(tensor.dtype) or not tensor.numel():
+        return None
+    reader = store.archive
+    relative = os.path.relpath(store.path, path.parent if str(path.parent) else ".")
+    return BaseRef(relative, reader.uuid, reader.sequence, name), store[name], record.chunk_bytes
+
+
+def load(path: str | os.PathLike[str], *, ddr_bytes: int | str | None = None) -> dict[str, TieredTensor]:
+    """Opens an archive lazily: tensors are read-only, and their blocks are read when touched.
+
+    Args:
+        ddr_bytes: budget that all of them share; None: a quarter of the memory that is available now.
+
+    Raises:
+        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError, BudgetError.
+    """
+    store = Store(path, "r", ddr_bytes)
+    return {name: store[name] for name in store}
+
+
+def open(path: str | os.PathLike[str], *, mode: str = "r", ddr_bytes: int | str | None = None) -> Store:
+    """Opens a store; public as h3store.open.
+
+    Args:
+        mode: "r" reads the last commit; "r+" changes it, one writer at a time; "w" starts anew: an old file stays
+            until the first commit.
+        ddr_bytes: hard bound on resident bytes of all its tensors, an int or text such as "64MiB"; None: a quarter of
+            the memory that is available now.
+
+    Raises:
+        ArchiveNotFoundError, ArchiveLockedError, ArchiveFormatError, CorruptArchiveError, BudgetError, UsageError.
+    """
+    return Store(path, mode, ddr_bytes)
