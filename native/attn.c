@@ -130,24 +130,27 @@ static float fold_scores(const h3_kernels *kernels, float *s, int64_t n, float *
 }
 
 /* One row's queries of one KV head against `tokens` tokens of a block. */
-static void decode_head(const attention_job *job, const float *q, char *block, int32_t head, int64_t tokens, float *out,
-                        float *running_max, float *running_sum) {
+static void decode_head(const attention_job *job, const float *q, char *block, int32_t head, int64_t tokens,
+                        const char *next, float *out, float *running_max, float *running_sum) {
   const int32_t dim = job->kv->head_dim, group = job->group;
   const int64_t padded = (tokens + 7) / 8 * 8;
   float s[8][SPAN_TOKENS];
   for (int32_t g = 0; g < group; g += 8) {
     const int n = (int)h3_min64(8, group - g);
-    job->kernels->scores(q + g * dim, n, k_of(job->kv, block, head), job->kv->type, tokens, dim, s[0], SPAN_TOKENS);
+    job->kernels->scores(q + g * dim, n, k_of(job->kv, block, head), job->kv->type, tokens, dim,
+                         g ? NULL : v_of(job->kv, block, head), s[0], SPAN_TOKENS);
     for (int i = 0; i < n; i++) {
       for (int64_t t = tokens; t < padded; t++) s[i][t] = -INFINITY;
       float factor = fold_scores(job->kernels, s[i], padded, &running_max[g + i], &running_sum[g + i]);
       job->kernels->scale(out + (g + i) * dim, dim, factor);
     }
-    job->kernels->weigh(s[0], SPAN_TOKENS, n, v_of(job->kv, block, head), job->kv->type, tokens, dim, out + g * dim);
+    job->kernels->weigh(s[0], SPAN_TOKENS, n, v_of(job->kv, block, head), job->kv->type, tokens, dim,
+                        g ? NULL : next, out + g * dim);
   }
 }
 
-static void decode_block(const attention_job *job, int64_t unit, int64_t block, int64_t row, const float *scaled) {
+/* next: the block that this thread goes on with, or NULL. */
+static void decode_block(const attention_job *job, int64_t unit, int64_t block, int64_t row, char *next) {
   const int32_t dim = job->kv->head_dim;
   const int64_t from = block * job->kv->block_tokens;
   const int64_t tokens = h3_min64(job->kv->block_tokens, row_end(job, row) - from);
@@ -155,7 +158,8 @@ static void decode_block(const attention_job *job, int64_t unit, int64_t block, 
   const int64_t at = (unit * job->rows + row) * job->num_heads;
   for (int32_t h = 0; h < job->kv->num_kv_heads; h++) {
     const int64_t query = h * job->group;
-    decode_head(job, scaled + (row * job->num_heads + query) * dim, block_at(job->kv, block), h, tokens,
+    const char *then = h + 1 < job->kv->num_kv_heads ? k_of(job->kv, block_at(job->kv, block), h + 1) : next;
+    decode_head(job, job->queries + (row * job->num_heads + query) * dim, block_at(job->kv, block), h, tokens, then,
                 job->partial_out + (at + query) * dim, job->partial_max + at + query, job->partial_sum + at + query);
   }
 }
@@ -171,7 +175,8 @@ static int decode_unit(void *context, int64_t unit, int worker) {
   for (int64_t block = from; block < to; block++) {
     int status = h3_pin_address(block_at(job->kv, block), block_bytes(job->kv));
     if (status) return status;
-    for (int64_t row = 0; row < job->rows; row++) decode_block(job, unit, block, row, job->queries);
+    char *next = block + 1 < to ? block_at(job->kv, block + 1) : NULL;
+    for (int64_t row = 0; row < job->rows; row++) decode_block(job, unit, block, row, row ? NULL : next);
     h3_unpin_address(block_at(job->kv, block), block_bytes(job->kv));
   }
   return H3_OK;
@@ -205,7 +210,8 @@ static void scale_queries(const attention_job *job, float *scaled) {
 static int attend_few(attention_job *job) {
   const int64_t tokens = job->kv->block_tokens, lists = job->rows * job->num_heads, dim = job->kv->head_dim;
   const int64_t blocks = (job->kv_to - job->kv_from + tokens - 1) / tokens;
-  job->blocks_per_unit = (blocks + DECODE_UNITS - 1) / DECODE_UNITS;
+  job->blocks_per_unit = h3_max64(h3_min64(4, blocks / 8), (blocks + DECODE_UNITS - 1) / DECODE_UNITS);
+  job->blocks_per_unit = h3_max64(1, job->blocks_per_unit);
   job->n_units = blocks ? (blocks + job->blocks_per_unit - 1) / job->blocks_per_unit : 0;
   void *memory;
   int status = h3_scratch(H3_SCRATCH_STATE, (size_t)(lists * (dim + job->n_units * (dim + 2))) * sizeof(float), &memory);

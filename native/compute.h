@@ -41,12 +41,13 @@ typedef struct h3_kernels {
   void (*scale)(float *x, int64_t n, float factor);
   void (*rmsnorm)(const float *x, int64_t k, const float *weight, float eps, float *y);
   void (*silu_mul)(const float *gate, const float *up, int64_t n, float *y);
-  /* s[g][t] = q[g] . k[t] for g < groups, t < tokens; rows of s are lds apart; dim a multiple of 8. */
-  void (*scores)(const float *q, int groups, const void *k, int type, int64_t tokens, int64_t dim, float *s,
-                 int64_t lds);
+  /* s[g][t] = q[g] . k[t] for g < groups, t < tokens; rows of s are lds apart; dim a multiple of 8. next: what will be
+   * read after this, as long as k, or NULL; never touched, only asked for early. */
+  void (*scores)(const float *q, int groups, const void *k, int type, int64_t tokens, int64_t dim, const void *next,
+                 float *s, int64_t lds);
   /* o[g] += sum_t p[g][t] v[t] */
   void (*weigh)(const float *p, int64_t ldp, int groups, const void *v, int type, int64_t tokens, int64_t dim,
-                float *o);
+                const void *next, float *o);
 } h3_kernels;
 extern const h3_kernels h3_kernels_generic;
 #if defined(__x86_64__)

@@ -393,72 +393,86 @@ INLINE void scores_block(const float *q, const char *k, int type, int64_t dim, f
     for (int t = 0; t < T; t++) s[g * lds + t] = sums[g * T + t];
 }
 
-INLINE void scores_groups(const float *q, const char *k, int type, int64_t tokens, int64_t dim, float *s, int64_t lds,
-                          const int G, const int T) {
+/* Asks for `bytes` of what is read next, while this is worked on: rows of one head are too short a run for the processor
+ * to see where memory goes on. A null next asks for nothing. */
+INLINE void ask(const char *next, int64_t bytes) {
+  for (int64_t i = 0; next && i < bytes; i += 64) ahead(next + i);
+}
+
+INLINE void scores_groups(const float *q, const char *k, int type, int64_t tokens, int64_t dim, const char *next, float *s,
+                          int64_t lds, const int G, const int T) {
   const int64_t row_bytes = dim * (type == H3_F32 ? 4 : 2);
   int64_t t = 0;
-  for (; t + T <= tokens; t += T) scores_block(q, k + t * row_bytes, type, dim, s + t, lds, G, T);
+  for (; t + T <= tokens; t += T) {
+    ask(next ? next + t * row_bytes : next, T * row_bytes);
+    scores_block(q, k + t * row_bytes, type, dim, s + t, lds, G, T);
+  }
   for (; t < tokens; t++) scores_block(q, k + t * row_bytes, type, dim, s + t, lds, G, 1);
 }
 
-INLINE void scores_typed(const float *q, int groups, const char *k, int type, int64_t tokens, int64_t dim, float *s,
-                         int64_t lds) {
-  for (; groups >= 4; groups -= 4, q += 4 * dim, s += 4 * lds) scores_groups(q, k, type, tokens, dim, s, lds, 4, 2);
-  if (groups == 3) scores_groups(q, k, type, tokens, dim, s, lds, 3, 4);
-  if (groups == 2) scores_groups(q, k, type, tokens, dim, s, lds, 2, 4);
-  if (groups == 1) scores_groups(q, k, type, tokens, dim, s, lds, 1, 8);
+INLINE void scores_typed(const float *q, int groups, const char *k, int type, int64_t tokens, int64_t dim,
+                         const char *next, float *s, int64_t lds) {
+  for (; groups >= 4; groups -= 4, q += 4 * dim, s += 4 * lds, next = NULL)
+    scores_groups(q, k, type, tokens, dim, next, s, lds, 4, 2);
+  if (groups == 3) scores_groups(q, k, type, tokens, dim, next, s, lds, 3, 4);
+  if (groups == 2) scores_groups(q, k, type, tokens, dim, next, s, lds, 2, 4);
+  if (groups == 1) scores_groups(q, k, type, tokens, dim, next, s, lds, 1, 8);
 }
 
-static void scores(const float *q, int groups, const void *k, int type, int64_t tokens, int64_t dim, float *s,
-                   int64_t lds) {
+static void scores(const float *q, int groups, const void *k, int type, int64_t tokens, int64_t dim, const void *next,
+                   float *s, int64_t lds) {
   if (type == H3_F32)
-    scores_typed(q, groups, k, H3_F32, tokens, dim, s, lds);
+    scores_typed(q, groups, k, H3_F32, tokens, dim, next, s, lds);
   else if (type == H3_BF16)
-    scores_typed(q, groups, k, H3_BF16, tokens, dim, s, lds);
+    scores_typed(q, groups, k, H3_BF16, tokens, dim, next, s, lds);
   else
-    scores_typed(q, groups, k, H3_F16, tokens, dim, s, lds);
+    scores_typed(q, groups, k, H3_F16, tokens, dim, next, s, lds);
 }
 
 /* 8 W columns from i on */
 INLINE void weigh_columns(const float *p, int64_t ldp, const char *v, int type, int64_t tokens, int64_t dim, int64_t i,
-                          float *o, const int G, const int W) {
+                          const char *next, float *o, const int G, const int W) {
   const int64_t row_bytes = dim * (type == H3_F32 ? 4 : 2);
+  const int64_t first = i / 16 * tokens * 64, asked = next ? tokens * row_bytes - first : 0;
   v8 acc[4][2];
   for (int g = 0; g < G; g++)
     for (int j = 0; j < W; j++) acc[g][j] = load8(o + g * dim + i + 8 * j);
-  for (int64_t t = 0; t < tokens; t++)
+  for (int64_t t = 0; t < tokens; t++) {
+    if (t * 64 < asked) ahead(next + first + t * 64);
     for (int j = 0; j < W; j++) {
       v8 x = load_as(v + t * row_bytes, type, i + 8 * j);
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) acc[g][j] += splat(p[g * ldp + t]) * x;
     }
+  }
   for (int g = 0; g < G; g++)
     for (int j = 0; j < W; j++) store8(o + g * dim + i + 8 * j, acc[g][j]);
 }
 
-INLINE void weigh_groups(const float *p, int64_t ldp, const char *v, int type, int64_t tokens, int64_t dim, float *o,
-                         const int G) {
+INLINE void weigh_groups(const float *p, int64_t ldp, const char *v, int type, int64_t tokens, int64_t dim,
+                         const char *next, float *o, const int G) {
   int64_t i = 0;
-  for (; i + 16 <= dim; i += 16) weigh_columns(p, ldp, v, type, tokens, dim, i, o, G, 2);
-  if (i < dim) weigh_columns(p, ldp, v, type, tokens, dim, i, o, G, 1);
+  for (; i + 16 <= dim; i += 16) weigh_columns(p, ldp, v, type, tokens, dim, i, next, o, G, 2);
+  if (i < dim) weigh_columns(p, ldp, v, type, tokens, dim, i, next, o, G, 1);
 }
 
 INLINE void weigh_typed(const float *p, int64_t ldp, int groups, const char *v, int type, int64_t tokens, int64_t dim,
-                        float *o) {
-  for (; groups >= 4; groups -= 4, p += 4 * ldp, o += 4 * dim) weigh_groups(p, ldp, v, type, tokens, dim, o, 4);
-  if (groups == 3) weigh_groups(p, ldp, v, type, tokens, dim, o, 3);
-  if (groups == 2) weigh_groups(p, ldp, v, type, tokens, dim, o, 2);
-  if (groups == 1) weigh_groups(p, ldp, v, type, tokens, dim, o, 1);
+                        const char *next, float *o) {
+  for (; groups >= 4; groups -= 4, p += 4 * ldp, o += 4 * dim, next = NULL)
+    weigh_groups(p, ldp, v, type, tokens, dim, next, o, 4);
+  if (groups == 3) weigh_groups(p, ldp, v, type, tokens, dim, next, o, 3);
+  if (groups == 2) weigh_groups(p, ldp, v, type, tokens, dim, next, o, 2);
+  if (groups == 1) weigh_groups(p, ldp, v, type, tokens, dim, next, o, 1);
 }
 
 static void weigh(const float *p, int64_t ldp, int groups, const void *v, int type, int64_t tokens, int64_t dim,
-                  float *o) {
+                  const void *next, float *o) {
   if (type == H3_F32)
-    weigh_typed(p, ldp, groups, v, H3_F32, tokens, dim, o);
+    weigh_typed(p, ldp, groups, v, H3_F32, tokens, dim, next, o);
   else if (type == H3_BF16)
-    weigh_typed(p, ldp, groups, v, H3_BF16, tokens, dim, o);
+    weigh_typed(p, ldp, groups, v, H3_BF16, tokens, dim, next, o);
   else
-    weigh_typed(p, ldp, groups, v, H3_F16, tokens, dim, o);
+    weigh_typed(p, ldp, groups, v, H3_F16, tokens, dim, next, o);
 }
 
 const h3_kernels H3_KERNELS = {
