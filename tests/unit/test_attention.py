@@ -114,9 +114,9 @@ def test_native_attention_agrees_with_the_definition(isa: str, dtype: torch.dtyp
     q = torch.randn(3, heads * dim)
     out, lse = block_attention(q, heads, blocks.kv, kv_to=length, first=length - 3, scale=0.3, exact_rows=exact_rows)
     expected = blocks.reference(q, heads, 0, length, length - 3)
-    # float32 sums over 147 terms in another order
-    torch.testing.assert_close(out, expected[0], atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, expected[1], atol=5e-6, rtol=1e-5)
+    # scores up to 20 in float32, in another order: e^s carries their rounding
+    torch.testing.assert_close(out, expected[0], atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected[1], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 48, 64, 512])
@@ -127,8 +127,8 @@ def test_native_prefill_attention_of_any_cut(length: int, rows: int, first: int,
     q = torch.randn(rows, 6 * 16)
     out, lse = block_attention(q, 6, blocks.kv, kv_to=length, first=first, scale=0.3, exact_rows=True)
     expected = blocks.reference(q, 6, 0, length, first)
-    torch.testing.assert_close(out, expected[0], atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(lse, expected[1], atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(out, expected[0], atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected[1], atol=3e-5, rtol=1e-5)
 
 
 def test_rows_have_the_same_bits_however_they_are_cut() -> None:
