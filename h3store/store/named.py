@@ -3,13 +3,15 @@ refuses to know what tensors mean."""
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ __all__ = ["Store", "origin_of"]
 # Writable tensors reserve this much more address space than they have bytes, so that appends need no new range.
 _GROWTH = 4
 _GROWTH_BYTES = 64 * MiB
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def default_budget() -> int:
@@ -46,6 +49,17 @@ def default_budget() -> int:
     except (OSError, IndexError, ValueError):
         available = 1024 * MiB
     return max(64 * MiB, available // 4)
+
+
+def _locked(method: _Method) -> _Method:
+    """One thread at a time; a method may call another."""
+
+    @functools.wraps(method)
+    def wrapper(self: Store, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, wrapper)
 
 
 class _Descriptor:
@@ -66,7 +80,8 @@ class _Descriptor:
 class Store:
     """Named tensors of one archive. Made by h3store.open().
 
-    Tensors stay valid after close(), read-only. Leaving a with-block commits, unless an exception is under way.
+    Any thread may call any method. Tensors stay valid after close(), read-only. Leaving a with-block commits, unless an
+    exception is under way.
     """
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "r", ddr_bytes: int | str | None = None) -> None:
@@ -77,6 +92,7 @@ class Store:
         self._ddr_bytes = default_budget() if ddr_bytes is None else parse_bytes(ddr_bytes, "ddr_bytes")
         if self._ddr_bytes < 4096:
             raise BudgetError(f"ddr_bytes={ddr_bytes} is below one page of 4096 bytes; give at least 1MiB")
+        self._lock = threading.RLock()
         self._pager: Pager | None = None
         self._archive: Reader | Writer | None = Reader(path) if mode == "r" else Writer(path, mode)
         self._readers: dict[Path, Reader] = {}
@@ -105,9 +121,10 @@ class Store:
 
     @property
     def pager(self) -> Pager:
-        if self._pager is None:
-            self._pager = Pager(self._ddr_bytes)
-        return self._pager
+        with self._lock:
+            if self._pager is None:
+                self._pager = Pager(self._ddr_bytes)
+            return self._pager
 
     @property
     def file(self) -> Any:
@@ -138,6 +155,7 @@ class Store:
 
     # ---- reading ----
 
+    @_locked
     def range(self, name: str, *, cyclic: bool = False) -> Range:
         """Returns the range over a tensor: one per name, shared by every tensor over it."""
         record = self.record(name)
@@ -149,12 +167,14 @@ class Store:
             self._live[name, cyclic] = live
         return live
 
+    @_locked
     def __getitem__(self, name: str) -> TieredTensor:
         """Returns a tensor: writable in modes "r+" and "w", read-only in mode "r". Reads nothing yet."""
         record = self.record(name)
         tiered = self._writable_range(name) if self.writable and record.base is None else self.range(name)
         return over_range(tiered, torch_dtype(record.dtype), self._shapes.get(name, record.shape))
 
+    @_locked
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
         if name in self._open and range_of(value) is self._open[name]:
@@ -228,6 +248,7 @@ class Store:
             self._shapes[name] = record.shape
         return self._open[name]
 
+    @_locked
     def create(
         self, name: str, shape: tuple[int, ...] | list[int], dtype: torch.dtype, *, chunk_bytes: int = CHUNK_BYTES
     ) -> TieredTensor:
@@ -257,6 +278,7 @@ class Store:
             self.remove(name)
             raise
 
+    @_locked
     def put(self, name: str, tensor: torch.Tensor | np.ndarray) -> None:
         """Writes a whole tensor, replacing one of that name; durable after commit()."""
         value = torch.from_numpy(tensor) if isinstance(tensor, np.ndarray) else tensor
@@ -264,6 +286,7 @@ class Store:
         self._fresh.discard(name)
         add_tensor(self._writer(), name, value)
 
+    @_locked
     def adopt(
         self,
         name: str,
@@ -277,6 +300,7 @@ class Store:
         """Takes chunks that native code has appended to `file` as a tensor; durable after commit()."""
         self._writer().put(TensorRecord(name, name_of(dtype), shape, spec, chunk_bytes, chunks, metadata=metadata))
 
+    @_locked
     def append(self, name: str, rows: torch.Tensor) -> TieredTensor:
         """Adds rows along the first dimension and returns the longer tensor; durable after commit().
 
@@ -316,6 +340,7 @@ class Store:
         del self._open[name]
         return self._writable_range(name, nbytes)
 
+    @_locked
     def remove(self, name: str) -> None:
         """Forgets a tensor; durable after commit(). Its bytes in the file become dead space."""
         self.record(name)
@@ -335,6 +360,7 @@ class Store:
         table = tiered.flush()
         writer.put(replace(record, shape=shape, chunks=table, table=None))
 
+    @_locked
     def commit(self) -> int:
         """Makes every change since the last commit durable, all or nothing. Blocks on the disk.
 
@@ -359,6 +385,7 @@ class Store:
         values["tensors"] = len(self)
         return values
 
+    @_locked
     def close(self, *, commit: bool = True) -> None:
         """Commits (unless told not to) and lets go of the file. A second close does nothing.
 
