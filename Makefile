@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Where models that the demo and the real-model tests need are kept.
-H3STORE_CACHE ?= demo-data
+H3STORE_CACHE ?= $(CURDIR)/demo-data
 export H3STORE_CACHE
 CC ?= cc
 PYTEST_FLAGS ?=

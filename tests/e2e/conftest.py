@@ -14,6 +14,7 @@ import torch
 
 import h3store
 from h3store.cli import main
+from h3store.models.fetch import cache_dir
 
 SPECIAL = ["<|endoftext|>", "<|start|>", "<|end|>"]
 TEMPLATE = (
@@ -71,6 +72,7 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "H3STORE_CACHE": str(cache_dir().resolve()),
         "H3STORE_DEBUG": "",
     }
 

@@ -13,7 +13,7 @@ from tests.e2e.conftest import Cli
 pytestmark = pytest.mark.model
 
 
-def test_the_second_run_restores_the_document_ten_times_sooner(cli: Cli, tmp_path: Path) -> None:
+def test_the_second_run_restores_the_document_ten_times_sooner(cli: Cli, smollm2: Path, tmp_path: Path) -> None:
     def run(name: str) -> dict[str, Any]:
         done = cli("demo", "--store", "kv.h3", "--json", name, check=0, timeout_s=600)
         assert "time to first token" in done.stdout
