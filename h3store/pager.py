@@ -16,7 +16,7 @@ from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.errors import BudgetError, StoreClosedError, UsageError
 from h3store.units import MiB, format_bytes
 
-__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "native_probe", "range_at"]
+__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "native_probe", "range_at", "range_holding"]
 
 PAGE = 4096
 DELIVERIES = {
@@ -44,6 +44,12 @@ os.register_at_fork(after_in_child=_in_forked_child)
 def range_at(address: int) -> Range | None:
     """Returns the live range that starts at this address, or None."""
     return _ranges.get(address)
+
+
+def range_holding(address: int) -> Range | None:
+    """Returns the live range that this address lies in, or None."""
+    found = (tiered for tiered in list(_ranges.values()) if 0 <= address - tiered.address < tiered.capacity_bytes)
+    return next(found, None)
 
 
 def native_probe() -> tuple[int, int]:

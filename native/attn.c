@@ -74,7 +74,7 @@ static int write_unit(void *context, int64_t unit, int worker) {
   const write_job *job = context;
   const int64_t tokens = job->kv->block_tokens, block = job->start / tokens + unit;
   const int64_t from = h3_max64(job->start, block * tokens), to = h3_min64(job->start + job->rows, (block + 1) * tokens);
-  int status = h3_pin_address(block_at(job->kv, block), block_bytes(job->kv));
+  int status = h3_hold(block_at(job->kv, block), block_bytes(job->kv));
   if (status) return status;
   for (int64_t token = from; token < to; token++) write_row(job, token - job->start, block_at(job->kv, block));
   h3_unpin_address(block_at(job->kv, block), block_bytes(job->kv));
@@ -173,7 +173,7 @@ static int decode_unit(void *context, int64_t unit, int worker) {
   memset(job->partial_out + unit * lists * job->kv->head_dim, 0, (size_t)(lists * job->kv->head_dim) * sizeof(float));
   for (int64_t i = 0; i < lists; i++) job->partial_max[unit * lists + i] = -INFINITY, job->partial_sum[unit * lists + i] = 0;
   for (int64_t block = from; block < to; block++) {
-    int status = h3_pin_address(block_at(job->kv, block), block_bytes(job->kv));
+    int status = h3_hold(block_at(job->kv, block), block_bytes(job->kv));
     if (status) return status;
     char *next = block + 1 < to ? block_at(job->kv, block + 1) : NULL;
     for (int64_t row = 0; row < job->rows; row++) decode_block(job, unit, block, row, row ? NULL : next);
@@ -233,7 +233,7 @@ static int span_unit(void *context, int64_t unit, int worker) {
   const int64_t dim = kv->head_dim, at = unit * kv->block_tokens;
   char *block = block_at(kv, job->span_from / kv->block_tokens + unit);
   const int64_t tokens = h3_min64(kv->block_tokens, job->kv_to - job->span_from - at), padded = (tokens + 15) / 16 * 16;
-  int status = h3_pin_address(block, block_bytes(kv));
+  int status = h3_hold(block, block_bytes(kv));
   if (status) return status;
   for (int32_t h = 0; h < kv->num_kv_heads; h++) {
     float *k = job->k_panels + (h * SPAN_TOKENS + at) * dim, *v = job->v_rows + (h * SPAN_TOKENS + at) * dim;

@@ -47,6 +47,16 @@ int h3_set_isa(const char *name) {
   return H3_OK;
 }
 
+static _Atomic uintptr_t failed_hold;
+
+int h3_hold(const void *address, uint64_t bytes) {
+  int status = h3_pin_address(address, bytes);
+  if (status) atomic_store(&failed_hold, (uintptr_t)address);
+  return status;
+}
+
+uintptr_t h3_failed_hold(void) { return atomic_load(&failed_hold); }
+
 /* ---- linear ---------------------------------------------------------------------------------------------------- */
 
 typedef struct linear_job {
@@ -64,7 +74,7 @@ static int dots_unit(void *context, int64_t unit, int worker) {
   const linear_job *job = context;
   int64_t first = unit * job->columns, count = h3_min64(job->columns, job->n - first);
   const char *w = job->w + (size_t)first * job->row_bytes;
-  int status = h3_pin_address(w, (uint64_t)count * job->row_bytes);
+  int status = h3_hold(w, (uint64_t)count * job->row_bytes);
   if (status) return status;
   for (int64_t row = 0; row < job->rows; row += 4)
     job->kernels->dots(job->x + row * job->k, job->k, (int)h3_min64(4, job->rows - row), w, job->type, count, job->k,
@@ -95,7 +105,7 @@ static int tiles_unit(void *context, int64_t unit, int worker) {
   for (int64_t j = 0; j < count && status == H3_OK; j += H3_NR) {
     const char *w = job->w + (size_t)(first + j) * job->row_bytes;
     const int64_t held = h3_min64(H3_NR, count - j);
-    status = h3_pin_address(w, (uint64_t)held * job->row_bytes);
+    status = h3_hold(w, (uint64_t)held * job->row_bytes);
     if (status) break;
     job->kernels->pack16(w, job->type, held, job->k, (float *)packed + j * job->k);
     h3_unpin_address(w, (uint64_t)held * job->row_bytes);
@@ -129,7 +139,7 @@ int h3_embed(const int64_t *ids, int64_t rows, const void *w, int type, int64_t 
     if (ids[row] < 0 || ids[row] >= vocab) return H3_E_INVALID;
   for (int64_t row = 0; row < rows; row++) {
     const char *from = (const char *)w + (size_t)ids[row] * row_bytes;
-    int status = h3_pin_address(from, row_bytes);
+    int status = h3_hold(from, row_bytes);
     if (status) return status;
     h3_active_kernels()->to_float(from, type, k, out + row * k);
     h3_unpin_address(from, row_bytes);

@@ -10,6 +10,9 @@
 typedef int (*h3_unit_fn)(void *context, int64_t unit, int worker);
 int h3_parallel(h3_unit_fn fn, void *context, int64_t n_units);
 
+/* h3_pin_address, and keeps the address when that fails (h3_failed_hold). */
+int h3_hold(const void *address, uint64_t bytes);
+
 /* Scratch of one thread that calls kernels, kept from call to call and freed when the thread ends; slot is one of
  * h3_scratch_slot. H3_E_NOMEM. Contents are undefined. */
 enum h3_scratch_slot { H3_SCRATCH_PANELS, H3_SCRATCH_STATE, H3_SCRATCH_ROWS, H3_SCRATCH_SLOTS };

@@ -252,6 +252,8 @@ enum h3_compute_limits {
 /* Threads that kernels use from now on, the caller included; 1..H3_MAX_THREADS, else nothing changes. */
 int h3_set_threads(int n);
 int h3_get_threads(void);
+/* What could not be held when a kernel last failed on memory: an address inside it, for the message. 0 if none did. */
+uintptr_t h3_failed_hold(void);
 /* Name of the kernels in use: "avx2" or "generic". h3_set_isa("generic") forces the portable ones (for tests),
  * h3_set_isa("auto") goes back. H3_E_UNSUPPORTED when the processor lacks it. */
 const char *h3_isa(void);

@@ -27,7 +27,7 @@ from h3store.models.fingerprint import fingerprint
 from h3store.models.layers import use_torch_threads
 from h3store.models.llama import Llama, load_weights
 from h3store.models.sampling import Sampler, SamplingParams
-from h3store.models.storage import open_store
+from h3store.models.storage import named_failures, open_store
 from h3store.models.tokenizer import Tokenizer
 from h3store.models.weights import open_weights, packed_path
 from h3store.store import Store
@@ -169,10 +169,8 @@ class Decoder:
     def _logits(self, ids: list[int]) -> Tensor:
         sequence = self._kv.sequence(())
         try:
-            parts = []
-            for chunk in self._prefill_chunks(sequence, ids):
-                parts.append(self._model.all_logits(chunk))
-            return torch.cat(parts)
+            with named_failures():
+                return torch.cat([self._model.all_logits(rows) for rows in self._prefill_chunks(sequence, ids)])
         finally:
             sequence.close()
 
@@ -235,10 +233,11 @@ class Decoder:
         started = time.perf_counter()
         sequence = self._kv.sequence(ids)
         try:
-            rows = self._prefill(sequence, ids, on_prefill)
-            prefilled = time.perf_counter()
-            run = _Run(self, sequence, params, on_token)
-            run.to_end(self._model.last_logits(rows))
+            with named_failures():
+                rows = self._prefill(sequence, ids, on_prefill)
+                prefilled = time.perf_counter()
+                run = _Run(self, sequence, params, on_token)
+                run.to_end(self._model.last_logits(rows))
             ended = time.perf_counter()
             restored = sequence.restored
             self._kv.publish(sequence, ids)

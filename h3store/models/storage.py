@@ -1,4 +1,5 @@
-"""The store behind a decoder: a path, an open store, or a temporary one. Owns its lifetime, nothing of its content."""
+"""The store behind a decoder: a path, an open store, or a temporary one. Owns its lifetime, and the words for a failure
+to read from it while a kernel runs; nothing of its content."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from h3store import store as stores
-from h3store.errors import UsageError
+from h3store._ffi import lib
+from h3store.errors import ArchiveError, UsageError
+from h3store.pager import range_holding
 from h3store.store import Store
 
-__all__ = ["open_store"]
+__all__ = ["named_failures", "open_store"]
 
 
 @contextmanager
@@ -34,3 +37,17 @@ def open_store(given: str | Path | Store | None, ddr_bytes: int | str | None) ->
         path = Path(scratch) / "kv.h3" if given is None else Path(given)
         with stores.open(path, mode="r+" if path.exists() else "w", ddr_bytes=ddr_bytes) as opened:
             yield opened
+
+
+@contextmanager
+def named_failures() -> Iterator[None]:
+    """Says which tensor of which file it was, when a kernel fails on stored bytes: the kernel knows an address only."""
+    try:
+        yield
+    except ArchiveError as error:
+        address = int(lib.h3_failed_hold())
+        tiered = range_holding(address)
+        if tiered is None:
+            raise
+        block = (address - tiered.address) // tiered.block_bytes
+        raise type(error)(f"{tiered.label}, block {block}, met by {error}") from error

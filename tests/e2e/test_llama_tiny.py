@@ -13,6 +13,7 @@ import h3store
 from h3store.errors import (
     BudgetError,
     CheckpointError,
+    CorruptBlockError,
     RequestError,
     TokenizerError,
     Unavailable,
@@ -21,6 +22,7 @@ from h3store.errors import (
 )
 from h3store.models import decode
 from h3store.models.decode import Decoder, SamplingParams
+from tests.tiered import DELIVERIES
 from tests.tiny_models import reference_logits, write_tiny
 
 TOLERANCE = 2e-4  # float32 sums in another order; logits are of size 1 to 10
@@ -226,6 +228,47 @@ def test_a_budget_below_one_block_is_one_clear_error(tmp_path: Path) -> None:
     write_tiny(tmp_path, head_dim=128)
     with pytest.raises(BudgetError), Decoder.from_pretrained(tmp_path, ddr_bytes=4096) as decoder:
         decoder(ids_of(5))
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_every_fault_delivery_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  delivery: str) -> None:
+    write_tiny(tmp_path, vocab_size=4000)
+    ids = ids_of(400)
+    with Decoder.from_pretrained(tmp_path) as decoder:
+        expected = decoder.generate(ids, 12, ignore_eos=True)
+    monkeypatch.setenv("H3STORE_DELIVERY", delivery)
+    with Decoder.from_pretrained(tmp_path, ddr_bytes=80_000, weights_ddr_bytes="1MiB") as decoder:
+        assert decoder.store.stats()["delivery"] == delivery
+        assert decoder.generate(ids, 12, ignore_eos=True) == expected
+        assert decoder.store.stats()["evictions"] > 0
+
+
+def flip_bit(path: Path, share: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_blocks_are_named(tmp_path: Path) -> None:
+    folder, store = tmp_path / "model", tmp_path / "kv.h3"
+    write_tiny(folder)
+    ids = ids_of(300)
+    with Decoder.from_pretrained(folder, store=store, weights_ddr_bytes="1MiB") as decoder:
+        expected = decoder.complete(ids[0].tolist(), SamplingParams(4, ignore_eos=True)).token_ids
+    flip_bit(store, 0.4)
+    with Decoder.from_pretrained(folder, store=store) as decoder:
+        with pytest.raises(CorruptBlockError, match=r"kv\.h3.*blocks', block \d+.*attention"):
+            decoder.complete(ids[0].tolist(), SamplingParams(4))
+        assert decoder.generate(ids[:, 1:], 1)  # other prompts are served
+    store.unlink()
+    packed = next(tmp_path.glob("kv.weights-*.h3"))
+    flip_bit(packed, 0.5)
+    with (Decoder.from_pretrained(folder, store=store, weights_ddr_bytes="1MiB") as decoder,
+          pytest.raises(CorruptBlockError, match=r"kv\.weights-.*\.h3.*block \d+.*weights of")):
+        decoder(ids)
+    with Decoder.from_pretrained(folder, store=store) as decoder:
+        assert decoder.generate(ids, 4, ignore_eos=True) == [expected]
 
 
 def test_an_open_store_stays_open(tmp_path: Path) -> None:
