@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from h3store.units import KiB, MiB
+from h3store.units import MiB
 
 SEED = 20240229
-CHUNK_BYTES = 256 * KiB
 # Large against the caches of a processor, small against a machine's memory.
 TENSOR_BYTES = 64 * MiB
 
@@ -23,16 +22,18 @@ def seeded(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def kv_like(tokens: int, heads: int = 3, head_dim: int = 64) -> np.ndarray:
-    """Bytes of bfloat16 values spread like a K cache: each channel has its own scale, tokens follow one another.
+def kv_like(nbytes: int, dtype: str, heads: int = 3, head_dim: int = 64) -> np.ndarray:
+    """Bytes of values spread like a K cache: each channel has its own scale, tokens follow one another.
 
     Returns:
-        uint8, C-contiguous, tokens * heads * head_dim * 2 long.
+        uint8, C-contiguous, nbytes long.
     """
     generator = torch.Generator().manual_seed(SEED)
-    scale = torch.exp(torch.randn(heads, 1, head_dim, generator=generator))
-    values = torch.randn(heads, tokens, head_dim, generator=generator) * scale
-    return values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().reshape(-1)
+    values = torch.empty(nbytes, dtype=torch.uint8).view(getattr(torch, dtype))
+    scale = torch.exp(torch.randn(heads, head_dim, generator=generator))
+    rows = torch.randn(-(-len(values) // scale.numel()), *scale.shape, generator=generator).mul_(scale)
+    values.copy_(rows.view(-1)[:len(values)])
+    return values.view(torch.uint8).numpy()
 
 
 class Scratch:

@@ -24,6 +24,7 @@ class Codec:
         self._native = ffi.gc(out[0], lib.h3_codec_destroy)
         self._spec: Spec | None = None
         self._native_spec: Any = None
+        self._out = ffi.new("uint8_t[]", 1)
 
     def _to_native(self, spec: Spec) -> Any:
         """The spec of the last call, mostly: chunks come tensor by tensor, and making one takes as long as 8 KiB do."""
@@ -45,12 +46,12 @@ class Codec:
         Raises:
             NativeError: a size or spec out of its range.
         """
-        data = ffi.from_buffer(raw)
+        data, native = ffi.from_buffer(raw), self._to_native(spec)
         size = len(data)
-        out = ffi.new("uint8_t[]", max(size, 1))
-        entry = np.zeros(1, CHUNK_DTYPE)
-        native = _entry(entry)
-        status = lib.h3_chunk_encode(self._native, self._to_native(spec), data, size, _base(base, size), out, size, native)
+        if len(self._out) < size:
+            self._out = ffi.new("uint8_t[]", size)
+        out, entry = self._out, np.zeros(1, CHUNK_DTYPE)
+        status = lib.h3_chunk_encode(self._native, native, data, size, _base(base, size), out, size, _entry(entry))
         check(status, f"encode of a chunk of {size} bytes")
         return entry[0], bytes(ffi.buffer(out, int(entry[0]["stored_bytes"])))
 
@@ -63,9 +64,9 @@ class Codec:
         held = ffi.from_buffer(stored)
         if len(held) < int(entry["stored_bytes"]):
             return lib.H3_E_TRUNCATED
-        out = ffi.from_buffer(raw, require_writable=True)
+        out, native = ffi.from_buffer(raw, require_writable=True), self._to_native(spec)
         size = len(out)
-        return lib.h3_chunk_decode(self._native, self._to_native(spec), _entry(entry), held, _base(base, size), out, size)
+        return lib.h3_chunk_decode(self._native, native, _entry(entry), held, _base(base, size), out, size)
 
 
 def _entry(entry: np.ndarray | np.void) -> Any:
