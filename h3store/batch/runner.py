@@ -59,6 +59,7 @@ def run(requests: Iterable[str | bytes | Mapping[str, Any]], *, decoder: Decoder
         ArchiveError, BudgetError: from the iterator; rows already given stand.
     """
     rows = read_rows(enumerate(requests, 1))
+    decoder.tokenizer  # noqa: B018  a model without one must fail before work begins
     return _results(rows, decoder)
 
 
