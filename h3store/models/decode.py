@@ -25,7 +25,7 @@ from h3store.models.checkpoint import Checkpoint
 from h3store.models.config import LlamaConfig, read_config
 from h3store.models.fingerprint import fingerprint
 from h3store.models.layers import use_torch_threads
-from h3store.models.llama import Llama, load_weights
+from h3store.models.llama import Llama, load_weights, rounded_to
 from h3store.models.sampling import Sampler, SamplingParams
 from h3store.models.storage import named_failures, open_store
 from h3store.models.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ class Decoder:
         wanted = _dtype(dtype)
         with ExitStack() as resources, Checkpoint.open(folder) as checkpoint:
             kv_dtype = wanted or config.dtype or checkpoint.dtype_of("model.embed_tokens.weight")
-            name = fingerprint(config, checkpoint.files, kv_dtype, kv_format)
+            name = fingerprint(config, checkpoint.files, kv_dtype, kv_format, rounded_to(checkpoint, wanted))
             opened = resources.enter_context(open_store(store, ddr_bytes))
             if weights_ddr_bytes is None:
                 weights = load_weights(checkpoint, config, wanted)
@@ -160,17 +160,19 @@ class Decoder:
         if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.dtype != torch.int64:
             what = f"{input_ids.dtype} {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids)
             raise RequestError(f"input_ids: {what}; needs an int64 tensor (batch, q_len)")
-        rows = [self._checked(row.tolist(), 0) for row in input_ids]
-        if not rows:
-            return torch.empty(0, input_ids.shape[1], self.config.vocab_size)
+        rows = [self._checked(row, 0) for row in input_ids]
         use_torch_threads()
-        return torch.stack([self._logits(row) for row in rows])
+        logits = torch.empty(*input_ids.shape, self.config.vocab_size)
+        for row, out in zip(rows, logits, strict=True):
+            self._write_logits(row, out)
+        return logits
 
-    def _logits(self, ids: list[int]) -> Tensor:
+    def _write_logits(self, ids: list[int], out: Tensor) -> None:
         sequence = self._kv.sequence(())
         try:
             with named_failures():
-                return torch.cat([self._model.all_logits(rows) for rows in self._prefill_chunks(sequence, ids)])
+                for rows in self._prefill_chunks(sequence, ids):
+                    self._model.all_logits(out[sequence.length - rows : sequence.length])
         finally:
             sequence.close()
 

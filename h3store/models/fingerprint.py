@@ -17,8 +17,16 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.dtype, kv_format: str) -> str:
+def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.dtype, kv_format: str,
+                rounded: torch.dtype | None = None) -> str:
     """Returns a hexadecimal sha256.
+
+    Args:
+        config: the model's numbers.
+        weight_files: of its checkpoint, in order.
+        kv_dtype: element type of its KV.
+        kv_format: how KV is kept.
+        rounded: what the weights are rounded to, None if they are not.
 
     Weight files enter by size, head (where safetensors keeps names and shapes) and 256 pages spread evenly: training
     changes every page, and reading all of a large checkpoint at each start would cost more than it tells.
@@ -26,7 +34,8 @@ def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.d
     essentials = asdict(config)
     for name in ("source", "eos_token_ids", "bos_token_id", "max_position_embeddings", "dtype"):
         del essentials[name]
-    digest = hashlib.sha256(repr((_LAYOUT_VERSION, sorted(essentials.items()), str(kv_dtype), kv_format)).encode())
+    parts = (_LAYOUT_VERSION, sorted(essentials.items()), str(kv_dtype), kv_format, str(rounded))
+    digest = hashlib.sha256(repr(parts).encode())
     for path in weight_files:
         _add_file(digest, path)
     return digest.hexdigest()

@@ -24,12 +24,16 @@ def use_torch_threads() -> None:
 class Rows:
     """A float32 workspace of up to `capacity` rows.
 
-    Attributes:
-        tensor: (capacity, width), float32, contiguous.
+    Args:
+        capacity: rows.
+        width: columns.
+        tensor: memory to use, (capacity, width), float32, contiguous; None makes some.
     """
 
-    def __init__(self, capacity: int, width: int) -> None:
-        self.tensor = torch.empty(capacity, width)
+    def __init__(self, capacity: int, width: int, tensor: Tensor | None = None) -> None:
+        self.tensor = torch.empty(capacity, width) if tensor is None else tensor
+        if tuple(self.tensor.shape) != (capacity, width) or not self.tensor.is_contiguous():
+            raise ValueError(f"rows: {tuple(self.tensor.shape)}; needs contiguous {(capacity, width)}")
         self.capacity, self.width = capacity, width
         self.address = ffi.cast("float *", self.tensor.data_ptr())
 

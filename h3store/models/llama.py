@@ -18,7 +18,7 @@ from h3store.models.checkpoint import Checkpoint
 from h3store.models.config import LlamaConfig
 from h3store.models.layers import Embedding, Linear, Norm, Rows, silu_mul
 
-__all__ = ["KVBlocks", "Llama", "load_weight", "load_weights", "weight_names"]
+__all__ = ["KVBlocks", "Llama", "load_weight", "load_weights", "rounded_to", "weight_names"]
 
 
 class KVBlocks(Protocol):
@@ -69,6 +69,12 @@ def load_weights(checkpoint: Checkpoint, config: LlamaConfig, dtype: torch.dtype
         CheckpointError: a tensor is missing, or has another shape than the configuration promises.
     """
     return {name: load_weight(checkpoint, config, name, dtype) for name in weight_names(config)}
+
+
+def rounded_to(checkpoint: Checkpoint, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What a choice of dtype rounds this checkpoint's weights to; None when they stay as they are."""
+    stays = dtype in (None, torch.float32, checkpoint.dtype_of("model.embed_tokens.weight"))
+    return None if stays else dtype
 
 
 def load_weight(checkpoint: Checkpoint, config: LlamaConfig, name: str, dtype: torch.dtype | None) -> Tensor:
@@ -184,12 +190,11 @@ class Llama:
         self._head(self._last, self._logits, 1)
         return self._logits.tensor[0]
 
-    def all_logits(self, rows: int) -> Tensor:
-        """Logits after each of the `rows` rows just run: (rows, vocab_size), float32, new memory."""
-        space, out = self._workspace, Rows(rows, self.config.vocab_size)
+    def all_logits(self, out: Tensor) -> None:
+        """Writes the logits after each of the rows just run to out: (rows, vocab_size), float32, contiguous."""
+        space, rows = self._workspace, len(out)
         self._norm(space.hidden, space.normed, rows)
-        self._head(space.normed, out, rows, exact_rows=True)
-        return out.tensor
+        self._head(space.normed, Rows(rows, self.config.vocab_size, out), rows, exact_rows=True)
 
     def _forward(self, ids: Tensor, sequence: KVBlocks, kv: BlockKV, exact_rows: bool) -> None:
         rows, start = len(ids), sequence.length
