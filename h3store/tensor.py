@@ -1,6 +1,6 @@
-"""TieredTensor: a torch tensor over a tiered range. Owns what the subclass must do around an operation: batched
-prefetch, error checks, read-only enforcement, and keeping the type on views. Refuses to move bytes itself: the
-memory is real, and the pager fills what is touched."""
+"""TieredTensor: a torch tensor over a tiered range. Owns what the subclass must do around an operation: error checks,
+read-only enforcement, keeping the type on views, and residency first where faults are dear. Refuses to move bytes:
+the memory is real, and the pager fills what is touched."""
 
 from __future__ import annotations
 

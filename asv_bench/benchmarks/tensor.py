@@ -113,7 +113,7 @@ class Cold:
         self.tensor.sum()
 
     def time_cold_gather(self, path: str, times: int) -> None:
-        """GATHERED_ROWS random rows, their blocks fetched as one batch."""
+        """GATHERED_ROWS random rows, each block fetched when touched."""
         self.tensor.index_select(0, self.index)
 
     def track_scan_bytes_read(self, path: str, times: int) -> float:
