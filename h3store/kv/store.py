@@ -54,7 +54,7 @@ class KVStore:
         meta = self.store.record(f"{entry}/blocks").metadata
         if meta.get("fingerprint") != self.fingerprint:
             return
-        tokens = self.store[f"{entry}/tokens"].numpy()
+        tokens = self.store.read(f"{entry}/tokens").numpy()
         self._index.add(entry, int(meta["first_block"]), tokens)
 
     def sequence(self, tokens: Sequence[int] = ()) -> KVSequence:

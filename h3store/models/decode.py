@@ -237,12 +237,13 @@ class Decoder:
         try:
             with named_failures():
                 rows = self._prefill(sequence, ids, on_prefill)
+                logits = self._model.last_logits(rows)
+                self._kv.publish(sequence, ids)  # before decoding: an interrupt then costs an answer, not the document
                 prefilled = time.perf_counter()
                 run = _Run(self, sequence, params, on_token)
-                run.to_end(self._model.last_logits(rows))
+                run.to_end(logits)
             ended = time.perf_counter()
             restored = sequence.restored
-            self._kv.publish(sequence, ids)
         finally:
             sequence.close()
         first = run.first_token_at or ended

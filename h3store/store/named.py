@@ -175,6 +175,13 @@ class Store:
         return over_range(tiered, torch_dtype(record.dtype), self._shapes.get(name, record.shape))
 
     @_locked
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a copy of a tensor in ordinary memory."""
+        record = self.record(name)
+        tensor = over_range(self.range(name), torch_dtype(record.dtype), self._shapes.get(name, record.shape))
+        return tensor.clone()
+
+    @_locked
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
         if name in self._open and range_of(value) is self._open[name]:
