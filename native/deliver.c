@@ -215,8 +215,9 @@ int h3_block_take(h3_range *range, uint64_t block, char *slot, char **data) {
 
 int h3_block_untake(h3_range *range, uint64_t block, char *slot) {
   h3_pager *pager = range->pager;
+  /* Whatever the range is by now: a detach may have made it read-only since the block was protected. */
   if (pager->mode == H3_MODE_COPY)
-    return range->writable ? uffd_write_protect(pager, block_address(range, block), block_span(range, block), 0) : H3_OK;
+    return uffd_write_protect(pager, block_address(range, block), block_span(range, block), 0);
   return h3_block_place(range, block, slot);
 }
 

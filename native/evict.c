@@ -49,8 +49,9 @@ static int save_if_dirty(h3_range *range, uint64_t index, const char *raw) {
   if (!range->writable || (atomic_load(&block->word) & (H3_QUARANTINE | H3_DISCARD))) return H3_OK;
   if (!h3_is_dirty(block, raw, h3_raw_bytes(range, index))) return H3_OK;
   h3_chunk chunk;
+  const h3_spec spec = h3_range_spec(range);
   h3_context *context = h3_context_acquire(pager);
-  const int status = h3_block_save(range, index, raw, &range->spec, range->file, context, &chunk);
+  const int status = h3_block_save(range, index, raw, &spec, range->file, context, &chunk);
   h3_context_release(pager, context);
   if (status < 0) return status;
   h3_lock_acquire(&pager->lock); /* fork copies entries under this lock */

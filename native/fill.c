@@ -14,13 +14,17 @@ h3_context *h3_context_acquire(h3_pager *pager) {
       const int index = __builtin_ctz(mask);
       if (atomic_compare_exchange_weak(&pager->free_contexts, &mask, mask & ~(1u << index))) return &pager->contexts[index];
     }
+    atomic_fetch_add(&pager->context_waiters, 1);
     h3_futex_wait(&pager->free_contexts, 0);
+    atomic_fetch_sub(&pager->context_waiters, 1);
   }
 }
 
 void h3_context_release(h3_pager *pager, h3_context *context) {
   const uint32_t bit = 1u << (context - pager->contexts);
-  if (atomic_fetch_or(&pager->free_contexts, bit) == 0) h3_futex_wake(&pager->free_contexts, 1);
+  atomic_fetch_or(&pager->free_contexts, bit);
+  /* One wake for each release, also when another context is free: the thread that its release woke may not be up yet. */
+  if (atomic_load(&pager->context_waiters)) h3_futex_wake(&pager->free_contexts, 1);
 }
 
 /* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */
@@ -46,7 +50,7 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
   }
   atomic_fetch_add_explicit(&range->pager->bytes_read, chunk->stored_bytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&range->pager->bytes_decoded, raw_bytes, memory_order_relaxed);
-  return h3_chunk_decode(context->codec, &range->spec, chunk, context->stored, base, raw, raw_bytes);
+  return h3_chunk_decode(context->codec, &range->layout, chunk, context->stored, base, raw, raw_bytes);
 }
 
 /* Leaves FILLING or EVICTING: the new state, with flags set or cleared, wakes who waits. */

@@ -59,7 +59,7 @@ static int rebuild(h3_pager *pager) {
   if (pager->budget > CHILD_BUDGET) pager->budget = CHILD_BUDGET;
   h3_slots_reset(pager);
   pager->peak = 0;
-  pager->kernel_pins = 0;
+  pager->kernel_pins = pager->context_waiters = 0;
   pager->free_contexts = pager->n_contexts == 32 ? UINT32_MAX : (1u << pager->n_contexts) - 1;
   int status = h3_pager_attach(pager);
   if (status == H3_OK) status = remap(pager, pager->arena, pager->arena_bytes, PROT_READ | PROT_WRITE);

@@ -40,7 +40,8 @@ enum {
 typedef struct h3_block {
   _Atomic uint32_t word;
   uint32_t slot;
-  h3_chunk chunk; /* stored_bytes 0 with filter RAW: never written, all zero */
+  h3_chunk chunk; /* stored_bytes 0 with filter RAW: never written, all zero. Written under pager->lock, by the block's owner
+                     or a flush that holds it; read by those, or under pager->lock */
 } h3_block;
 
 typedef struct h3_slot {
@@ -87,6 +88,7 @@ struct h3_pager {
   h3_context contexts[H3_MAX_CONTEXTS];
   int n_contexts;
   _Atomic uint32_t free_contexts; /* bit set */
+  _Atomic uint32_t context_waiters;
   _Atomic uint64_t faults, fills, prefetches, evictions, write_backs, waits, bytes_read, bytes_written, bytes_decoded,
       bytes_encoded, move_fallbacks, errors;
 };
@@ -98,9 +100,11 @@ struct h3_range {
   uint64_t capacity, n_blocks_capacity;
   _Atomic uint64_t bytes;
   uint32_t block_bytes;
-  int writable, cyclic;
+  _Atomic int writable;
+  int cyclic;
   int unsaved; /* changes could not be saved before a fork */
-  h3_spec spec;
+  h3_spec layout; /* constant: what decoding needs of a spec */
+  h3_spec spec;   /* of what is saved from now on; guarded by pager->lock */
   h3_file *_Atomic file;
   h3_range *base;
   h3_block *blocks;
@@ -120,6 +124,7 @@ uint32_t h3_pages_of(const h3_range *range, uint64_t block); /* pages the block'
 uint32_t h3_raw_bytes(const h3_range *range, uint64_t block);
 uint32_t h3_class_of(const h3_range *range, uint64_t block);
 uint64_t h3_block_count(const h3_range *range);
+h3_spec h3_range_spec(h3_range *range);
 void h3_list_push(h3_pager *pager, h3_list *list, uint32_t slot);
 void h3_list_remove(h3_pager *pager, h3_list *list, uint32_t slot);
 h3_list *h3_list_of(h3_pager *pager, const h3_range *range);

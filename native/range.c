@@ -32,7 +32,7 @@ int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **o
   range->block_bytes = config->block_bytes;
   range->writable = config->writable;
   range->cyclic = config->cyclic;
-  range->spec = config->spec;
+  range->spec = range->layout = config->spec;
   range->file = config->file;
   range->base = config->base;
   if (config->label) strncpy(range->label, config->label, sizeof range->label - 1);
@@ -160,7 +160,9 @@ int h3_range_prefetch(h3_range *range, uint64_t offset, uint64_t bytes, uint64_t
   h3_pager *pager = range->pager;
   h3_sigmask saved;
   h3_signals_block(&saved);
+  h3_lock_acquire(&pager->lock);
   const uint64_t room = pager->budget > pager->pinned ? pager->budget - pager->pinned : 0;
+  h3_lock_release(&pager->lock);
   for (uint64_t i = first; status == H3_OK && i < end; i++) {
     const uint64_t block = (uint64_t)h3_class_of(range, i) * H3_PAGE;
     if (*done + block > room) break;
@@ -224,13 +226,26 @@ void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes) {
 
 int h3_is_tiered(uintptr_t address) { return h3_map_find((const void *)address) != NULL; }
 
+/* Called for every panel that a kernel reads: signals are masked only where there is work to do. */
+static int pin_for_kernel(h3_range *range, uint64_t index) {
+  h3_block *block = &range->blocks[index];
+  uint32_t seen = atomic_load(&block->word);
+  while ((seen & H3_STATE_MASK) == H3_RESIDENT)
+    if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return H3_OK;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  const int status = h3_block_acquire(range, index, 1, H3_WHY_PREFETCH);
+  h3_signals_restore(&saved);
+  return status;
+}
+
 int h3_pin_address(const void *address, uint64_t bytes) {
   h3_range *range = h3_map_find(address);
   if (!range || !bytes) return H3_OK;
   uint64_t first, end;
   int status = span(range, (uint64_t)((const char *)address - range->address), bytes, &first, &end);
   for (uint64_t i = first; status == H3_OK && i < end; i++) {
-    status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
+    status = pin_for_kernel(range, i);
     if (status == H3_OK) atomic_fetch_add(&range->pager->kernel_pins, 1);
     else
       for (uint64_t j = first; j < i; j++) {
@@ -276,12 +291,13 @@ static int save_held(h3_range *range, uint64_t index) {
   h3_pager *pager = range->pager;
   h3_block *block = &range->blocks[index];
   const uint32_t raw_bytes = h3_raw_bytes(range, index);
+  const h3_spec spec = h3_range_spec(range);
   h3_context *context = h3_context_acquire(pager);
   memcpy(context->copy, range->address + index * range->block_bytes, raw_bytes);
   int status = H3_OK;
   if (h3_is_dirty(block, context->copy, raw_bytes)) {
     h3_chunk chunk;
-    status = h3_block_save(range, index, context->copy, &range->spec, range->file, context, &chunk);
+    status = h3_block_save(range, index, context->copy, &spec, range->file, context, &chunk);
     if (status == H3_OK) {
       h3_lock_acquire(&pager->lock);
       block->chunk = chunk;
@@ -316,11 +332,14 @@ int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *ch
   }
   h3_chunk zero[2] = {{0}, {0}};
   for (uint64_t i = first; chunks && status == H3_OK && i < first + count; i++) {
-    chunks[i - first] = range->blocks[i].chunk;
-    if (range->blocks[i].chunk.stored_bytes || range->blocks[i].chunk.filter) continue;
+    h3_chunk *chunk = &chunks[i - first];
+    h3_lock_acquire(&range->pager->lock); /* the block may be on its way out again, with a newer entry */
+    *chunk = range->blocks[i].chunk;
+    h3_lock_release(&range->pager->lock);
+    if (chunk->stored_bytes || chunk->filter) continue;
     const int tail = i + 1 == h3_block_count(range);
     if (!zero[tail].filter) zero_entry(range, i, &zero[tail]);
-    chunks[i - first] = zero[tail];
+    *chunk = zero[tail];
   }
   h3_lock_release(&range->flush_lock);
   h3_signals_restore(&saved);
@@ -357,7 +376,48 @@ int h3_range_drop(h3_range *range, uint64_t offset, uint64_t bytes) {
   return status;
 }
 
-/* The last block changes length: it is held over the change, its new tail zeroed, and marked to be written back. */
+static void set_chunk(h3_range *range, uint64_t index, h3_chunk chunk) {
+  h3_lock_acquire(&range->pager->lock);
+  range->blocks[index].chunk = chunk;
+  h3_lock_release(&range->pager->lock);
+}
+
+/* Makes the caller the owner of a block that is saved and absent (FILLING): who touches it waits. H3_E_BUSY: pinned. */
+static int own_absent(h3_range *range, uint64_t index) {
+  h3_block *block = &range->blocks[index];
+  for (;;) {
+    const int status = drop(range, index, 1);
+    if (status < 0) return status;
+    uint32_t seen = atomic_load(&block->word);
+    if (seen >= H3_ONE_PIN) return H3_E_BUSY;
+    if ((seen & H3_STATE_MASK) == H3_ABSENT &&
+        atomic_compare_exchange_strong(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING))
+      return H3_OK;
+  }
+}
+
+/* Sets the data length while nobody can fill or evict the block that it ends or ended in: slot sizes and decoded bytes
+ * follow the length. Its new tail is zero. */
+static int resize_edge(h3_range *range, uint64_t edge, uint64_t inside, uint64_t bytes) {
+  const uint64_t old = range->bytes;
+  int status = own_absent(range, edge);
+  if (status < 0) return status;
+  h3_context *context = h3_context_acquire(range->pager);
+  status = h3_chunk_load(context, range, edge, &range->blocks[edge].chunk, context->copy, 0);
+  if (status == H3_OK) {
+    memset(context->copy + inside, 0, range->block_bytes - inside);
+    range->bytes = bytes;
+    h3_chunk chunk;
+    const h3_spec spec = h3_range_spec(range);
+    status = h3_block_save(range, edge, context->copy, &spec, range->file, context, &chunk);
+    if (status == H3_OK) set_chunk(range, edge, chunk);
+    else range->bytes = old;
+  }
+  h3_context_release(range->pager, context);
+  h3_block_settle(&range->blocks[edge], H3_ABSENT, 0);
+  return status;
+}
+
 int h3_range_resize(h3_range *range, uint64_t bytes) {
   if (!range->writable) return H3_E_READONLY;
   if (bytes > range->capacity) return H3_E_INVALID;
@@ -370,29 +430,13 @@ int h3_range_resize(h3_range *range, uint64_t bytes) {
     status = drop(range, i, 0);
     if (status == H3_OK && (atomic_load(&range->blocks[i].word) & H3_STATE_MASK) != H3_ABSENT) status = H3_E_BUSY;
     if (status < 0) goto out;
-    range->blocks[i].chunk = (h3_chunk){0};
+    set_chunk(range, i, (h3_chunk){0});
   }
-  const uint64_t edge = smaller / range->block_bytes, inside = smaller % range->block_bytes;
-  if (inside == 0) {
+  const uint64_t inside = smaller % range->block_bytes;
+  if (inside)
+    status = resize_edge(range, smaller / range->block_bytes, inside, bytes);
+  else
     range->bytes = bytes;
-    goto out;
-  }
-  /* Slot sizes follow the length: out with the old length, back in a slot that fits the new one. */
-  h3_context *context = NULL;
-  status = drop(range, edge, 1);
-  if (status == H3_OK && (atomic_load(&range->blocks[edge].word) & H3_STATE_MASK) != H3_ABSENT) status = H3_E_BUSY;
-  if (status < 0) goto out;
-  context = h3_context_acquire(range->pager);
-  status = h3_chunk_load(context, range, edge, &range->blocks[edge].chunk, context->copy, 0);
-  if (status == H3_OK) {
-    memset(context->copy + inside, 0, range->block_bytes - inside);
-    range->bytes = bytes;
-    h3_chunk chunk;
-    status = h3_block_save(range, edge, context->copy, &range->spec, range->file, context, &chunk);
-    if (status == H3_OK) range->blocks[edge].chunk = chunk;
-    else range->bytes = old;
-  }
-  h3_context_release(range->pager, context);
 out:
   h3_lock_release(&range->flush_lock);
   h3_signals_restore(&saved);
@@ -400,12 +444,15 @@ out:
 }
 
 int h3_range_set_spec(h3_range *range, const h3_spec *spec) {
-  const h3_spec *now = &range->spec;
+  const h3_spec *now = &range->layout;
   if (spec->elem_bytes != now->elem_bytes || spec->row_bytes != now->row_bytes || spec->exp_bits != now->exp_bits)
     return H3_E_INVALID;
-  h3_lock_acquire(&range->flush_lock);
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&range->pager->lock);
   range->spec = *spec;
-  h3_lock_release(&range->flush_lock);
+  h3_lock_release(&range->pager->lock);
+  h3_signals_restore(&saved);
   return H3_OK;
 }
 

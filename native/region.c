@@ -10,7 +10,8 @@
 
 /* One pointer per 2 MiB of the 47-bit user address space: 512 MiB of address space, of which a page is touched per GiB
  * of ranges. Lookup in a handler is one load. */
-static _Atomic(h3_range *) *address_map;
+typedef _Atomic(h3_range *) map_entry;
+static map_entry *_Atomic address_map;
 
 int h3_map_reserve(uint64_t bytes, int protection, char **out) {
   const uint64_t granule = 1ull << H3_GRANULE_SHIFT;
@@ -27,23 +28,32 @@ int h3_map_reserve(uint64_t bytes, int protection, char **out) {
 
 int h3_map_init(void) {
   if (address_map) return H3_OK;
-  void *map = mmap(NULL, sizeof(void *) << (47 - H3_GRANULE_SHIFT), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const size_t bytes = sizeof(map_entry) << (47 - H3_GRANULE_SHIFT);
+  map_entry *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *none = NULL;
   if (map == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
-  address_map = map;
+  if (!atomic_compare_exchange_strong(&address_map, &none, map)) munmap(map, bytes); /* another thread was first */
   return H3_OK;
 }
 
 void h3_map_set(char *address, uint64_t bytes, h3_range *range) {
   const uint64_t first = (uintptr_t)address >> H3_GRANULE_SHIFT;
   const uint64_t last = ((uintptr_t)address + bytes - 1) >> H3_GRANULE_SHIFT;
-  for (uint64_t i = first; i <= last; i++) atomic_store_explicit(&address_map[i], range, memory_order_release);
+  map_entry *map = atomic_load(&address_map);
+  for (uint64_t i = first; i <= last; i++) atomic_store_explicit(&map[i], range, memory_order_release);
 }
 
 h3_range *h3_map_find(const void *address) {
   const uint64_t index = (uintptr_t)address >> H3_GRANULE_SHIFT;
-  if (!address_map || index >> (47 - H3_GRANULE_SHIFT)) return NULL;
-  return atomic_load_explicit(&address_map[index], memory_order_acquire);
+  map_entry *map = atomic_load_explicit(&address_map, memory_order_acquire);
+  if (!map || index >> (47 - H3_GRANULE_SHIFT)) return NULL;
+  return atomic_load_explicit(&map[index], memory_order_acquire);
+}
+
+h3_spec h3_range_spec(h3_range *range) {
+  h3_lock_acquire(&range->pager->lock);
+  const h3_spec spec = range->spec;
+  h3_lock_release(&range->pager->lock);
+  return spec;
 }
 
 uint64_t h3_block_count(const h3_range *range) {
