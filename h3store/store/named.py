@@ -93,6 +93,7 @@ class Store:
         if self._ddr_bytes < 4096:
             raise BudgetError(f"ddr_bytes={ddr_bytes} is below one page of 4096 bytes; give at least 1MiB")
         self._lock = threading.RLock()
+        _stores.add(self)
         self._pager: Pager | None = None
         self._archive: Reader | Writer | None = Reader(path) if mode == "r" else Writer(path, mode)
         self._readers: dict[Path, Reader] = {}
@@ -430,3 +431,15 @@ def origin_of(store: Store, name: str) -> tuple[bytes, int]:
     """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
     table = store.record(name).table
     return store.archive.uuid, table.check if table is not None else 0
+
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """A thread that held a store's lock over the fork is not here to let go of it."""
+    for store in _stores:
+        store._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -253,3 +256,26 @@ def test_default_budget_follows_the_machine(path: Path) -> None:
     h3store.save({"a": torch.ones(10)}, path)
     with h3store.open(path) as store:
         assert store.stats()["ddr_bytes"] >= 64 * MiB
+
+
+def test_a_forked_child_is_not_locked_out_by_a_thread_it_does_not_have(path: Path) -> None:
+    h3store.save({"a": rows(64, 1024)}, path)
+    store = h3store.open(path, ddr_bytes="1MiB")
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store._lock:
+            held.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        torch.set_num_threads(1)
+        os._exit(0 if torch.equal(store["a"], rows(64, 1024)) else 1)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
