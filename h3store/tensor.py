@@ -109,6 +109,12 @@ class TieredTensor(torch.Tensor):
             array.flags.writeable = False
         return array
 
+    def __format__(self, format_spec: str) -> str:
+        """A tensor of one element formats as its number, as plain tensors do."""
+        if self.dim() == 0:
+            return self.item().__format__(format_spec)
+        return object.__format__(self, format_spec)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
         if dtype is not None and array.dtype != dtype:

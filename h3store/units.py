@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from h3store.errors import UsageError
 
@@ -44,3 +45,11 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def available_memory() -> int:
+    """Returns the bytes of host memory that are available now, 1 GiB where the kernel does not say."""
+    try:
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * KiB
+    except (OSError, IndexError, ValueError):
+        return GiB

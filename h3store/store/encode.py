@@ -4,20 +4,35 @@ know stores."""
 from __future__ import annotations
 
 import ctypes
+import operator
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from h3store.archive import BaseRef, TensorRecord, Writer
 from h3store.codec import CHUNK_DTYPE, Delta, choose_spec, default_spec, dtype_info, encode_chunk
-from h3store.errors import UsageError
+from h3store.errors import BudgetError, UsageError
 from h3store.pager import Range
 from h3store.tensor import TieredTensor, in_operation, range_of
+from h3store.units import available_memory, format_bytes
 
-__all__ = ["CHUNK_BYTES", "add_tensor", "name_of", "range_samples", "row_bytes_of", "torch_dtype", "zero_table"]
+__all__ = [
+    "CHUNK_BYTES",
+    "add_tensor",
+    "check_size",
+    "checked_shape",
+    "name_of",
+    "range_samples",
+    "row_bytes_of",
+    "torch_dtype",
+    "zero_table",
+]
 
 CHUNK_BYTES = 64 * 1024
 _SAMPLE_CHUNKS = 4
+MAX_BYTES = 2**43  # of one tensor: with room to grow it must fit the address space
+_TABLE_BYTES = 24 + 32  # of one chunk: its entry here, its block in the pager
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -28,6 +43,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r}; give a torch dtype, such as torch.float32")
     name = str(dtype).removeprefix("torch.")
     dtype_info(name)
     return name
@@ -35,6 +52,31 @@ def name_of(dtype: torch.dtype) -> str:
 
 def row_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize if len(shape) > 1 else 0
+
+
+def checked_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape as torch.zeros takes it, as a tuple of ints; nothing is rounded."""
+    try:
+        return tuple(operator.index(size) for size in ((shape,) if isinstance(shape, int) else shape))
+    except TypeError as error:
+        raise UsageError(f"tensor {name!r}: shape {shape!r:.100} is not an int or a sequence of ints") from error
+
+
+def check_size(record: TensorRecord) -> None:
+    """Refuses a tensor whose address space or chunk table this machine cannot hold."""
+    record.validate()
+    if record.nbytes > MAX_BYTES:
+        raise UsageError(
+            f"tensor {record.name!r} of shape {record.shape} has {format_bytes(record.nbytes)}; the limit is "
+            f"{format_bytes(MAX_BYTES)}: split it"
+        )
+    table, limit = record.n_chunks * _TABLE_BYTES, available_memory() // 2
+    if table > limit:
+        raise BudgetError(
+            f"tensor {record.name!r} of {format_bytes(record.nbytes)} in chunks of {format_bytes(record.chunk_bytes)} "
+            f"needs a table of {format_bytes(table)} in memory, over half of the {format_bytes(2 * limit)} available; "
+            "give larger chunk_bytes (up to 4 MiB)"
+        )
 
 
 def zero_table(record: TensorRecord) -> np.ndarray:
@@ -78,6 +120,19 @@ def _tensor_samples(tensor: torch.Tensor, chunk_bytes: int) -> list[np.ndarray]:
     return [view[i * chunk_bytes : (i + 1) * chunk_bytes].copy() for i in picked]
 
 
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"tensor name {name!r:.100} is a {type(name).__name__}; names are text")
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; convert it, say by torch.as_tensor")
+    if tensor.is_meta:
+        raise UsageError(f"tensor {name!r} is on the meta device and has no values; materialise it first")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"tensor {name!r} has layout {tensor.layout}; make it dense first: to_dense()")
+    if tensor.is_quantized:
+        raise UsageError(f"tensor {name!r} is quantised ({tensor.dtype}); store int_repr() and scales, or dequantize()")
+
+
 def add_tensor(
     writer: Writer,
     name: str,
@@ -86,8 +141,7 @@ def add_tensor(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Encodes one tensor into an archive, its spec chosen by trial; durable after commit."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UsageError(f"tensor {name!r} has layout {tensor.layout}; make it dense and unquantised first")
+    _check_storable(name, tensor)
     dtype, shape = name_of(tensor.dtype), tuple(tensor.shape)
     if base is not None:
         chunk_bytes = base[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -32,23 +33,28 @@ def save(
     Raises:
         UsageError, StorageFullError, ArchiveError: nothing at path has changed.
     """
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise UsageError("save() takes a mapping of names to tensors, such as model.state_dict()")
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"save() takes a mapping of names to tensors, such as model.state_dict(); got {type(tensors)}")
     if base is not None and os.path.exists(path) and os.path.samefile(base, path):
         raise UsageError(f"{os.fspath(path)}: cannot be saved as a difference to itself; choose another path")
-    with Writer(path, "w") as writer:
-        related = Store(base, "r", 64 * MiB) if base is not None else None
-        for name, tensor in tensors.items():
-            add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)))
-        writer.commit()
-        if related is not None:
-            related.close()
+    is_new = not os.path.lexists(path)
+    with Writer(path, "w") as writer, ExitStack() as resources:
+        try:
+            related = resources.enter_context(Store(base, "r", 64 * MiB)) if base is not None else None
+            for name, tensor in tensors.items():
+                add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)))
+            writer.commit()
+        except BaseException:
+            if is_new:  # the writer's empty archive; its lock is still ours
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
 
 
 def _related(
     store: Store | None, name: str, tensor: torch.Tensor, path: Path
 ) -> tuple[BaseRef, TieredTensor, int] | None:
-    if store is None or name not in store:
+    if store is None or name not in store or not isinstance(tensor, torch.Tensor):
         return None
     record = store.record(name)
     if record.shape != tuple(tensor.shape) or record.dtype != name_of(tensor.dtype) or not tensor.numel():

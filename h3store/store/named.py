@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +27,21 @@ from h3store.errors import (
     UsageError,
 )
 from h3store.pager import Pager, Range
-from h3store.store.encode import CHUNK_BYTES, add_tensor, name_of, range_samples, row_bytes_of, torch_dtype, zero_table
+from h3store.store.encode import (
+    CHUNK_BYTES,
+    add_tensor,
+    check_size,
+    checked_shape,
+    name_of,
+    range_samples,
+    row_bytes_of,
+    torch_dtype,
+    zero_table,
+)
 from h3store.tensor import TieredTensor, over_range, range_of
 from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
-from h3store.units import MiB, parse_bytes
+from h3store.units import MiB, available_memory, parse_bytes
 
 __all__ = ["Store", "origin_of"]
 
@@ -43,12 +53,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def default_budget() -> int:
     """Returns the ddr budget when none is given: a quarter of the memory that is available now, 64 MiB at least."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-        available = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        available = 1024 * MiB
-    return max(64 * MiB, available // 4)
+    return max(64 * MiB, available_memory() // 4)
 
 
 def _locked(method: _Method) -> _Method:
@@ -258,7 +263,7 @@ class Store:
 
     @_locked
     def create(
-        self, name: str, shape: tuple[int, ...] | list[int], dtype: torch.dtype, *, chunk_bytes: int = CHUNK_BYTES
+        self, name: str, shape: int | Sequence[int], dtype: torch.dtype, *, chunk_bytes: int = CHUNK_BYTES
     ) -> TieredTensor:
         """Returns a new writable tensor of zeros. Takes no memory or disk until written.
 
@@ -273,10 +278,10 @@ class Store:
         writer = self._writer()
         if name in writer.records:
             raise UsageError(f"{self.path}: a tensor named {name!r} exists; remove it first, or choose another name")
-        shape = tuple(int(size) for size in shape)
-        record = TensorRecord(
-            name, name_of(dtype), shape, default_spec(str(dtype), row_bytes_of(shape, dtype)), chunk_bytes
-        )
+        sizes, dtype_name = checked_shape(name, shape), name_of(dtype)
+        spec = default_spec(dtype_name, row_bytes_of(sizes, dtype))
+        record = TensorRecord(name, dtype_name, sizes, spec, chunk_bytes)
+        check_size(record)
         record.chunks = zero_table(record)
         writer.put(record)
         self._fresh.add(name)
@@ -323,6 +328,8 @@ class Store:
         record = self.record(name)
         tiered = self._writable_range(name)
         shape = self._shapes[name]
+        if not isinstance(rows, torch.Tensor):
+            raise UsageError(f"{name!r}: rows to append are a {type(rows).__name__}; give a tensor (k, *shape[1:])")
         if not shape or tuple(rows.shape[1:]) != shape[1:] or rows.dim() != len(shape):
             raise UsageError(
                 f"{name!r} has shape {shape}; rows of shape {tuple(rows.shape)} cannot be appended along dimension 0"

@@ -94,6 +94,16 @@ def test_append_from_nothing_and_past_the_reserved_space(path: Path) -> None:
     assert (loaded[10:] == 2).all()
 
 
+def test_shapes_are_taken_as_torch_takes_them(path: Path) -> None:
+    with h3store.open(path, mode="w") as store:
+        assert store.create("int", 5, torch.float32).shape == (5,)
+        assert store.create("list", [2, 3], torch.float32).shape == (2, 3)
+        assert store.create("size", torch.Size([4]), torch.float32).shape == (4,)
+        assert f"{store.create('zero', (), torch.float32):.2f}" == "0.00"
+        with pytest.raises(UsageError, match="rows to append are a list"):
+            store.append("int", [1.0])  # type: ignore[arg-type]  # what the test is about
+
+
 def test_append_refuses_what_does_not_fit(path: Path) -> None:
     with h3store.open(path, mode="w") as store:
         store.create("a", (4, 5), torch.float32)
@@ -203,6 +213,15 @@ def test_each_bad_call_gets_one_clear_error(path: Path, tmp_path: Path) -> None:
             store.create("b", (5,), torch.float32, chunk_bytes=5000)
         with pytest.raises(UsageError, match="shape"):
             store.create("c", (-1,), torch.float32)
+        for shape in ((1.5,), "5", None, 2.0):
+            with pytest.raises(UsageError, match="shape"):
+                store.create("c", shape, torch.float32)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"the limit is 8\.0 TiB"):
+            store.create("c", (10**7, 10**9), torch.float32)
+        with pytest.raises(BudgetError, match=r"table of .* in memory.*chunk_bytes"):
+            store.create("c", (2**41 - 1, 1), torch.float32, chunk_bytes=4096)
+        with pytest.raises(UsageError, match="dtype is None"):
+            store.create("c", (2,), None)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="cannot be stored"):
             store.create("d", (2,), torch.quint8)
         with pytest.raises(UsageError, match="sparse"):
@@ -216,6 +235,10 @@ def test_each_bad_call_gets_one_clear_error(path: Path, tmp_path: Path) -> None:
         store.create("f", (2,), torch.float32)
     with pytest.raises(UsageError, match="mapping"):
         h3store.save([torch.ones(2)], path)  # type: ignore[arg-type]  # what the test is about
+    for bad in ({1: torch.ones(2)}, {"a": [1, 2]}, {"a": torch.ones(2, device="meta")}, {"a\0b": torch.ones(1)}):
+        with pytest.raises(UsageError, match="tensor"):
+            h3store.save(bad, tmp_path / "never.h3")  # type: ignore[arg-type]
+        assert not (tmp_path / "never.h3").exists()
     with pytest.raises(UsageError, match="difference to itself"):
         h3store.save({"a": torch.ones(2)}, path, base=path)
 
