@@ -63,7 +63,7 @@ def greedy(model: Path, ids: list[int], new: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_answers_in_the_openai_format_equal_to_transformers(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_answers_in_the_openai_format_equal_to_transformers(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     write(
@@ -75,7 +75,7 @@ def test_answers_in_the_openai_format_equal_to_transformers(cli: Cli, tiny_model
             completion("ids", [40, 41, 42]),
         ],
     )
-    done = cli(
+    done = inline(
         "run-batch",
         "-i",
         "in.jsonl",
@@ -214,13 +214,12 @@ def test_default_length_is_cut_to_the_context(inline: Cli, tiny_model: Path, tmp
     assert (usage["completion_tokens"], usage["total_tokens"]) == (5, CONTEXT_TOKENS)
 
 
-QUESTIONS = [chat(f"q{i}", f"{DOCUMENT}Question {i}?", max_tokens=24, ignore_eos=True) for i in range(16)]
+QUESTIONS = [chat(f"q{i}", f"{DOCUMENT}Question {i}?", max_tokens=24, ignore_eos=True) for i in range(24)]
 RUN = ["run-batch", "-i", "in", "-o", "out", "--store", "kv.h3", "--ddr", "1MiB"]
 
 
-def started(model: Path, folder: Path, lines: int) -> subprocess.Popen[str]:
-    """A run of QUESTIONS that has finished some rows, but not all."""
-    write(folder / "in", QUESTIONS)
+def running(model: Path, folder: Path, lines: int) -> subprocess.Popen[str]:
+    """A run in a process of its own that has brought the results to so many lines."""
     process = subprocess.Popen(
         command([*RUN, "--model", model]), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
     )
@@ -231,37 +230,29 @@ def started(model: Path, folder: Path, lines: int) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str]:
-    """The answers of a run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    process = started(tiny_model, folder, 1)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
-    return {name: text_of(row) for name, row in read(folder / "out").items()}
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
-def test_an_interrupted_run_is_resumed_by_the_same_command(
-    cli: Cli, tiny_model: Path, tmp_path: Path, uninterrupted: dict[str | None, str], number: int, code: int
-) -> None:
-    process = started(tiny_model, tmp_path, 2)
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == code and "Traceback" not in stderr
-    kept = (tmp_path / "out").read_bytes()
-    if number == signal.SIGKILL:  # a power loss may leave half a line
-        (tmp_path / "out").write_bytes(kept + b'{"id": "batch_req_1", "custom_id": "q9", "respon')
-    else:
-        assert kept.endswith(b"\n") and "h3store: error: " in stderr
-    finished = kept.count(b"\n")
-    assert 2 <= finished < len(QUESTIONS)
-    done = cli(*RUN, "--model", tiny_model, "--json", check=0)
+def test_interrupted_runs_are_resumed_by_the_same_command(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "in", QUESTIONS)
+    kept, finished = b"", 0
+    for number, code in [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]:
+        process = running(tiny_model, tmp_path, finished + 2)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == code and "Traceback" not in stderr
+        before, kept = kept, (tmp_path / "out").read_bytes()
+        assert kept.startswith(before)
+        if number == signal.SIGKILL:  # a power loss may leave half a line
+            kept = kept[: kept.rindex(b"\n") + 1]
+            (tmp_path / "out").write_bytes(kept + b'{"id": "batch_req_1", "custom_id": "q9", "respon')
+        else:
+            assert kept.endswith(b"\n") and "h3store: error: " in stderr
+        assert finished + 2 <= kept.count(b"\n") < len(QUESTIONS)
+        finished = kept.count(b"\n")
+    done = inline(*RUN, "--model", tiny_model, "--json", check=0)
     assert json.loads(done.stdout)["resumed_rows"] == finished
-    assert {name: text_of(row) for name, row in read(tmp_path / "out").items()} == uninterrupted
-    assert (tmp_path / "out").read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    assert (tmp_path / "out").read_bytes().startswith(kept)
+    inline("run-batch", "-i", "in", "-o", "whole", "--model", tiny_model, check=0)
+    found, whole = read(tmp_path / "out"), read(tmp_path / "whole")
+    assert {name: text_of(row) for name, row in found.items()} == {name: text_of(row) for name, row in whole.items()}
 
 
 @pytest.fixture
