@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from h3store import cli
 
@@ -30,6 +31,14 @@ def test_every_command_is_in_the_readme_and_has_an_example(name: str) -> None:
 def test_every_flag_says_what_it_is_for(name: str) -> None:
     for action in commands()[name]._actions:
         assert action.help, f"{name} {action.option_strings or action.dest}"
+
+
+def test_the_readme_s_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0], names)
+    rows = names["rows"]
+    assert isinstance(rows, torch.Tensor) and rows.sum(dim=1).tolist() == [256.0, 0.0]
 
 
 def test_the_readme_names_every_make_verb_of_the_two_commands() -> None:
