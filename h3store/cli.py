@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -22,19 +23,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.markup import escape
 from rich.table import Table
 
+from h3store import __version__
 from h3store.console import JobProgress, stdout_console
 from h3store.errors import (
     ArchiveError,
+    ArchiveFormatError,
     ArchiveNotFoundError,
     BudgetError,
     CorruptArchiveError,
     H3Error,
     UsageError,
 )
-from h3store.units import format_bytes, parse_bytes
+from h3store.units import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from h3store.archive import ArchiveInfo
+    from h3store.archive import ArchiveInfo, BadChunk
+
+# A path that leads nowhere useful: the caller's to mend, unlike a disk that fails.
+_BAD_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
+# Ratios above are of nearly empty tensors: their digits say nothing.
+_MAX_RATIO = 1000
 
 DONE, ERROR_ROWS, USAGE, STORAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
@@ -64,13 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (H3Error, OSError) as error:
-        return _fail(_exit_code(error), str(error))
+        return _fail(_exit_code(error), _in_flags(error))
 
 
 def _exit_code(error: Exception) -> int:
-    if isinstance(error, ArchiveNotFoundError | BudgetError):
+    if isinstance(error, ArchiveNotFoundError | ArchiveFormatError | BudgetError):
+        return USAGE
+    if any(isinstance(e, OSError) and e.errno in _BAD_PATH for e in (error, error.__cause__)):
         return USAGE
     return STORAGE if isinstance(error, ArchiveError | OSError) else USAGE
+
+
+def _in_flags(error: Exception) -> str:
+    """The message, in words of the command line."""
+    text = str(error)
+    if isinstance(error, BudgetError):
+        return text.replace("ddr_bytes=", "--ddr ").replace("ddr_bytes of", "--ddr of").replace("ddr_bytes", "--ddr")
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, H3Error):
+        return f"{error.filename}: {error.strerror}"
+    return text
 
 
 def _fail(code: int, message: str) -> int:
@@ -107,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="h3store", description="Tensors larger than memory, and long documents asked many questions.",
                      epilog="exit codes: 0 done; 1 finished with error rows; 2 usage or bad input before work began; "
                             "3 storage or integrity error; 130 or 143 interrupted")
+    parser.add_argument("--version", action="version", version=f"h3store {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for add in (_add_demo, _add_run_batch, _add_inspect, _add_verify, _add_doctor, _add_import_gguf):
         add(commands)
@@ -132,6 +153,18 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("standard input and output are not served; name a file")
+    return Path(text)
+
+
+def _ratio(raw_bytes: int, stored_bytes: int) -> str:
+    if raw_bytes == 0:
+        return "-"
+    return f">{_MAX_RATIO}" if raw_bytes > _MAX_RATIO * stored_bytes else f"{raw_bytes / stored_bytes:.2f}"
 
 
 def _add_model_flags(parser: argparse.ArgumentParser, dtype: str | None) -> None:
@@ -169,11 +202,24 @@ def _demo(args: argparse.Namespace) -> int:
 
     job = demo.Job(model=args.model, document=args.document, questions=args.questions, store=args.store,
                    ddr_bytes=args.ddr, dtype=args.dtype, max_tokens=args.max_tokens)
+    if args.json:
+        _try_to_write(args.json)
     report = demo.run(job)
     demo.show(report)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return DONE
+
+
+def _try_to_write(path: Path) -> None:
+    """Finds out before the work whether its report can be kept; leaves everything as it was."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}; give a file in a folder that can be written") from None
+    if is_new:
+        path.unlink()
 
 
 # ---- run-batch -------------------------------------------------------------------------------------------------------
@@ -183,16 +229,19 @@ def _add_run_batch(commands: Any) -> None:
     parser = _command(commands, "run-batch", _run_batch, "answer a file of requests in the OpenAI batch format",
                       "h3store run-batch -i questions.jsonl -o answers.jsonl --model ./SmolLM2-135M-Instruct "
                       "--store kv.h3 --ddr 1GiB")
-    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one a line")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE",
+    parser.add_argument("-i", "--input", type=_file, required=True, metavar="FILE", help="requests, one a line")
+    parser.add_argument("-o", "--output", type=_file, required=True, metavar="FILE",
                         help="results, appended as they finish; the same command again goes on where it stopped")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder of a model")
     _add_model_flags(parser, None)
     parser.add_argument("--hbm", type=_size, metavar="SIZE",
-                        help="GPU memory for KV blocks; not served in this version")
-    parser.add_argument("--kv-format", default="native", metavar="NAME", help="how KV is kept; only native is served")
-    parser.add_argument("--policy", default="exact", metavar="NAME", help="what attention reads; only exact is served")
-    parser.add_argument("--files", type=Path, metavar="FOLDER", help="files that rows name; not served in this version")
+                        help="GPU memory for KV blocks; refused today: KV is kept in host memory and on disk")
+    parser.add_argument("--kv-format", default="native", metavar="NAME",
+                        help="how KV is kept; today only native (the default): as it was computed")
+    parser.add_argument("--policy", default="exact", metavar="NAME",
+                        help="what attention reads; today only exact (the default): every token")
+    parser.add_argument("--files", type=Path, metavar="FOLDER",
+                        help="files that rows name; refused today: put the text into the rows")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -219,8 +268,8 @@ def _run_batch(args: argparse.Namespace) -> int:
         _print_json(summary)
     else:
         earlier = f", {summary['resumed_rows']} from an earlier run" if summary["resumed_rows"] else ""
-        print(f"{summary['rows']} rows in {args.output}: {summary['answered']} answered, "
-              f"{summary['error_rows']} error rows{earlier}")
+        print(f"{counted(summary['rows'], 'row')} in {args.output}: {summary['answered']} answered, "
+              f"{counted(summary['error_rows'], 'error row')}{earlier}")
     return ERROR_ROWS if summary["error_rows"] else DONE
 
 
@@ -258,10 +307,9 @@ def _print_archive(info: ArchiveInfo) -> None:
     for t in info.tensors:
         filters = ", ".join(f"{name} {count}" for name, count in t.filters.items())
         table.add_row(escape(t.name), t.dtype, " x ".join(map(str, t.shape)) or "scalar", format_bytes(t.raw_bytes),
-                      format_bytes(t.stored_bytes), f"{t.ratio:.2f}", filters)
-    ratio = info.raw_bytes / info.stored_bytes if info.stored_bytes else float("inf")
-    table.add_row("total", "", f"{len(info.tensors)} tensors", format_bytes(info.raw_bytes),
-                  format_bytes(info.stored_bytes), f"{ratio:.2f}", "")
+                      format_bytes(t.stored_bytes), _ratio(t.raw_bytes, t.stored_bytes), filters)
+    table.add_row("total", "", counted(len(info.tensors), "tensor"), format_bytes(info.raw_bytes),
+                  format_bytes(info.stored_bytes), _ratio(info.raw_bytes, info.stored_bytes), "")
     stdout_console().print(table)
     print(f"file {format_bytes(info.file_bytes)}, of which {format_bytes(info.dead_bytes)} no longer in use; "
           f"commit {info.sequence}")
@@ -287,14 +335,19 @@ def _verify(args: argparse.Namespace) -> int:
         _print_json(dataclasses.asdict(report) | {"ok": report.ok})
     else:
         for bad in report.bad:
-            print(f"damaged: tensor {bad.tensor}, block {bad.block}, offset {bad.offset}: {bad.reason}")
-        print(f"{args.file}: {report.tensors} tensors, {report.chunks} blocks, {format_bytes(report.raw_bytes)}: "
-              + ("sound" if report.ok else f"{len(report.bad)} damaged"))
+            print(f"damaged: {_place(bad)}: {bad.reason}")
+        print(f"{args.file}: {counted(report.tensors, 'tensor')}, {counted(report.chunks, 'block')}, "
+              f"{format_bytes(report.raw_bytes)}: " + ("sound" if report.ok else f"{len(report.bad)} damaged"))
     if not report.ok:
-        first = report.bad[0]
-        raise CorruptArchiveError(f"{args.file}: {len(report.bad)} damaged blocks, the first is tensor {first.tensor}, "
-                                  f"block {first.block}, offset {first.offset}; take the file from a copy")
+        what = "damaged block" if all(bad.block >= 0 for bad in report.bad) else "damaged part"
+        raise CorruptArchiveError(f"{args.file}: {counted(len(report.bad), what)}, the first is "
+                                  f"{_place(report.bad[0])}; take the file from a copy")
     return DONE
+
+
+def _place(bad: BadChunk) -> str:
+    part = "its chunk table" if bad.block < 0 else f"block {bad.block}"
+    return f"tensor {bad.tensor}, {part}, offset {bad.offset}"
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------

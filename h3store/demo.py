@@ -90,11 +90,12 @@ def run(job: Job) -> dict[str, Any]:
         UsageError: the document can't be read or is empty, or a question leaves it no room.
         BudgetError: ddr_bytes is below what one block needs.
     """
+    text = _read(job)
     folder = job.model or _fetch()
     questions = tuple(job.questions or QUESTIONS)
     with JobProgress("question", len(questions)) as progress:
         progress.say(f"loading {folder}")
-        plan = _plan(job, folder, questions)
+        plan = _plan(job, text, folder, questions)
         progress.say(f"document: {plan.tokens} tokens, {format_bytes(plan.kv_bytes)} of KV cache; "
                      f"ddr budget {format_bytes(plan.ddr_bytes)}")
         if plan.left_out:
@@ -113,15 +114,18 @@ def _read(job: Job) -> str:
     if job.document is None:
         return default_document()
     try:
-        text = job.document.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--document {job.document}: {error}; give a text file in UTF-8") from None
+        text = job.document.read_text("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--document {job.document}: {error.strerror}; give a text file in UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--document {job.document}: not UTF-8 text, from byte {error.start} on; save it as UTF-8, "
+                         "or extract its text first") from None
     if not text.strip():
-        raise UsageError(f"--document {job.document}: the file has no text")
+        raise UsageError(f"--document {job.document}: the file has no text; give a text file in UTF-8")
     return text
 
 
-def _plan(job: Job, folder: Path, questions: Sequence[str]) -> Plan:
+def _plan(job: Job, text: str, folder: Path, questions: Sequence[str]) -> Plan:
     config, tokenizer = read_config(folder), Tokenizer(folder)
     around = max(len(tokenizer.apply_chat_template(_messages("", question))) for question in questions)
     room = config.max_position_embeddings - around - job.max_tokens
@@ -130,7 +134,6 @@ def _plan(job: Job, folder: Path, questions: Sequence[str]) -> Plan:
                          f"room in a context of {config.max_position_embeddings} tokens; shorten them, or --max-tokens")
     if job.document is None:
         room = min(room, DEFAULT_DOCUMENT_TOKENS)
-    text = _read(job)
     ids = tokenizer.encode(text)
     # Cutting may leave half a character, and joining the question may merge a token: a few tokens stay free for both.
     document = text if len(ids) <= room else tokenizer.decode(ids[:room - 4]).rstrip("\ufffd")
@@ -230,7 +233,7 @@ def _total_table(report: dict[str, Any]) -> Table:
     table.add_row("KV bytes on disk", format_bytes(report["kv_bytes_on_disk"]))
     table.add_row("ddr budget", format_bytes(report["ddr_bytes"]))
     table.add_row("peak resident", format_bytes(report["peak_resident_bytes"]))
-    table.add_row("blocks fetched", f"{report['blocks_fetched']:,}")
-    table.add_row("faults", f"{report['faults']:,}")
-    table.add_row("evictions", f"{report['evictions']:,}")
+    table.add_row("blocks fetched: a kernel asks before it reads", f"{report['blocks_fetched']:,}")
+    table.add_row("page faults: blocks touched without asking", f"{report['faults']:,}")
+    table.add_row("evictions: blocks that made room", f"{report['evictions']:,}")
     return table

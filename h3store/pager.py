@@ -14,7 +14,7 @@ import numpy as np
 
 from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.errors import BudgetError, StoreClosedError, UsageError
-from h3store.units import MiB, format_bytes
+from h3store.units import MiB, exact_bytes, format_bytes
 
 __all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "native_probe", "range_at", "range_holding"]
 
@@ -76,7 +76,7 @@ class Pager:
         if name not in DELIVERIES:
             raise UsageError(f"fault delivery {name!r} is not known; use one of {', '.join(DELIVERIES)}")
         if ddr_bytes < PAGE:
-            raise BudgetError(f"ddr_bytes={ddr_bytes} is below one page of {PAGE} bytes; give at least 1MiB")
+            raise BudgetError(f"ddr_bytes={exact_bytes(ddr_bytes)} is below one page of 4KiB; give at least 1MiB")
         out = ffi.new("h3_pager **")
         config = ffi.new("h3_pager_config *", {"budget_bytes": ddr_bytes, "delivery": DELIVERIES[name]})
         check(lib.h3_pager_create(config, out), f"pager of {format_bytes(ddr_bytes)}, fault delivery {name!r}")
@@ -127,7 +127,8 @@ class Range:
         if 2 * config.block_bytes > pager.ddr_bytes:
             raise BudgetError(
                 f"{config.label or 'range'}: two blocks of {format_bytes(config.block_bytes)} do not fit the ddr "
-                f"budget of {format_bytes(pager.ddr_bytes)}; give ddr_bytes of at least {4 * config.block_bytes}"
+                f"budget of {format_bytes(pager.ddr_bytes)}; "
+                f"give ddr_bytes of at least {exact_bytes(4 * config.block_bytes)}"
             )
         fields: dict[str, Any] = {
             "bytes": config.nbytes,

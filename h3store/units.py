@@ -1,4 +1,4 @@
-"""Byte sizes as people write them. Owns parsing and printing of sizes; imports nothing of ours but the error tree."""
+"""Byte sizes and counts as people write them. Owns parsing and printing; imports nothing of ours but the error tree."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def parse_bytes(value: int | str, what: str = "size") -> int:
     if match is None or unit is None:
         raise UsageError(f"{what}: {value!r} is not a size; give a number of bytes or a text such as \"64MiB\"")
     return int(float(match.group(1)) * unit)
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number and its noun: "1 tensor", "2 tensors"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def exact_bytes(count: int) -> str:
+    """Returns a size as flags and arguments take it, exact: 65536 -> "64KiB"."""
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit}{name}"
+    return str(count)
 
 
 def format_bytes(count: int) -> str:

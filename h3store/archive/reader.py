@@ -38,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     try:
         fd = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ArchiveNotFoundError(f"{name}: no archive there; check the path, or create it with mode \"w\"") from error
+        raise ArchiveNotFoundError(f"{name}: no archive there; check the path") from error
     except OSError as error:
         if error.errno == errno.EISDIR:
             raise ArchiveFormatError(f"{name}: a folder, not an archive file") from error

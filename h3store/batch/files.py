@@ -6,6 +6,7 @@ one torn one; the same command drops the torn line and goes on with the rows tha
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import json
@@ -26,15 +27,44 @@ def read_input(path: Path) -> Rows:
     """Reads and checks a batch file.
 
     Raises:
-        UsageError: no such file, not readable, or two rows with one custom_id.
+        UsageError: no such file, not readable, not UTF-8 text, or two rows with one custom_id.
     """
     try:
         with open(path, "rb") as file:
-            return read_rows(enumerate(file, 1))
+            return read_rows(_text_lines(file))
     except OSError as error:
         raise UsageError(f"input {path}: {error.strerror}; give a batch file with one JSON object a line") from None
     except UsageError as error:
         raise UsageError(f"input {path}: {error}") from None
+
+
+def _text_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines. A line that is no UTF-8 text costs its row; a file of mostly such lines is something else."""
+    lines = bad = start = 0
+    first = ""
+    for number, line in enumerate(file, 1):
+        if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UsageError("line 1 starts, at byte 0, with the mark of UTF-16; save the file as UTF-8")
+        at = _not_text_at(line)
+        bad += at is not None
+        lines += bool(line.strip())
+        if at is not None and not first:
+            first = f"line {number}, byte {start + at} of the file"
+        start += len(line)
+        yield number, line
+    if 2 * bad > lines:
+        raise UsageError(f"{bad} of {lines} lines are not UTF-8 text, the first at {first}; save the file as UTF-8, "
+                         "one JSON object a line")
+
+
+def _not_text_at(line: bytes) -> int | None:
+    """Where a line stops being UTF-8 text; None if it is."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    at = line.find(b"\0")
+    return at if at >= 0 else None
 
 
 class ResultFile:
@@ -63,6 +93,7 @@ class ResultFile:
         self.nameless_lines: set[int] = set()
         self.error_rows = 0
         self.resumed_rows = 0
+        self._is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -167,6 +198,8 @@ class ResultFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None and self._is_new and stat.S_ISREG((at := os.fstat(self._fd)).st_mode) and at.st_size == 0:
+            self.path.unlink(missing_ok=True)  # nothing came of the run; the lock is still ours
         self.close()
 
 

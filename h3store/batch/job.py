@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from h3store.batch.files import ResultFile, read_input, write_all
 from h3store.batch.rows import Rows
 from h3store.batch.runner import answers
 from h3store.console import JobProgress
-from h3store.errors import StorageFullError
+from h3store.errors import StorageFullError, UsageError
 
 if TYPE_CHECKING:
     from h3store.models.decode import Decoder
@@ -48,6 +49,8 @@ def run_file(job: FileJob) -> dict[str, Any]:
         UsageError, CheckpointError, TokenizerError: before work began.
         ArchiveError, OSError: storage failed; finished rows are kept.
     """
+    if job.store is not None and _same_file(job.store, job.output):
+        raise UsageError(f"--store {job.store} is the output file; give another name")
     rows = read_input(job.source)
     start = time.monotonic()
     with ResultFile(job.output, job.source) as out:
@@ -60,6 +63,10 @@ def run_file(job: FileJob) -> dict[str, Any]:
         return {"rows": total, "answered": total - out.error_rows, "error_rows": out.error_rows,
                 "resumed_rows": out.resumed_rows, "seconds": round(time.monotonic() - start, 3),
                 "output": str(job.output)}
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b) or (a.exists() and b.exists() and a.samefile(b))
 
 
 def _answer(job: FileJob, remaining: Rows, out: ResultFile) -> None:

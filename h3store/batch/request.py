@@ -20,6 +20,8 @@ COMPLETIONS_URL = "/v1/completions"
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# A field that is not there, as against one that is null.
+_MISSING: Any = object()
 _ROW_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -69,7 +71,10 @@ def decode_row(text: str | bytes) -> dict[str, Any]:
         RequestError: not UTF-8, not JSON, or not an object.
     """
     try:
-        row = json.loads(text)
+        row = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the line is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}; save the "
+                           "file as UTF-8", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise RequestError(f"the line is not JSON ({reason}); write one object a line", code="invalid_json") from None
@@ -84,10 +89,9 @@ def custom_id_of(row: Mapping[str, Any]) -> str:
     Raises:
         RequestError: it is missing or not a text.
     """
-    value = row.get("custom_id")
+    value = row.get("custom_id", _MISSING)
     if not isinstance(value, str) or not value:
-        found = "is missing" if value is None else f"is {_show(value)}"
-        raise RequestError(f"custom_id {found}; give each row a text of its own", code="invalid_custom_id",
+        raise RequestError(f"custom_id {_found(value)}; give each row a text of its own", code="invalid_custom_id",
                            param="custom_id")
     return value
 
@@ -106,29 +110,31 @@ def parse(row: Mapping[str, Any], line: int) -> Request:
     for name in row:
         if name not in _ROW_FIELDS:
             raise _unsupported(name, row[name], "a row has custom_id, method, url and body")
-    if row.get("method") != "POST":
-        raise RequestError(f"method is {_show(row.get('method'))}; only \"POST\" is served", code="invalid_method",
+    if (method := row.get("method", _MISSING)) != "POST":
+        raise RequestError(f"method {_found(method)}; only \"POST\" is served", code="invalid_method",
                            param="method")
-    url = row.get("url")
+    url = row.get("url", _MISSING)
     if url not in (CHAT_URL, COMPLETIONS_URL):
-        raise RequestError(f"url is {_show(url)}; {CHAT_URL} and {COMPLETIONS_URL} are served", code="invalid_url",
+        raise RequestError(f"url {_found(url)}; {CHAT_URL} and {COMPLETIONS_URL} are served", code="invalid_url",
                            param="url")
-    body = row.get("body")
+    body = row.get("body", _MISSING)
     if not isinstance(body, dict):
-        raise RequestError(f"body is {_kind(body)}; it must be an object", code="invalid_body", param="body")
-    return _parse_body(custom_id, line, url, {k: v for k, v in body.items() if v is not None})
+        found = "is missing" if body is _MISSING else f"is {_kind(body)}"
+        raise RequestError(f"body {found}; it must be an object", code="invalid_body", param="body")
+    return _parse_body(custom_id, line, url, body)
 
 
-def _parse_body(custom_id: str, line: int, url: str, body: dict[str, Any]) -> Request:
+def _parse_body(custom_id: str, line: int, url: str, given: dict[str, Any]) -> Request:
     chat = url == CHAT_URL
+    body = {name: value for name, value in given.items() if value is not None}
     _refuse_unserved(body, chat)
     return Request(
         custom_id=custom_id,
         line=line,
         url=url,
         model=_field(body, "model", None, lambda v: isinstance(v, str), "a text"),
-        messages=_messages(body.get("messages")) if chat else (),
-        prompt="" if chat else _prompt(body.get("prompt")),
+        messages=_messages(given.get("messages", _MISSING)) if chat else (),
+        prompt="" if chat else _prompt(given.get("prompt", _MISSING)),
         max_tokens=_max_tokens(body),
         temperature=float(_number(body, "temperature", 0.0, lambda v: 0 <= v <= 2, "a number from 0 to 2")),
         top_p=float(_number(body, "top_p", 1.0, lambda v: 0 < v <= 1, "a number above 0, at most 1")),
@@ -176,13 +182,13 @@ def _messages(value: Any) -> tuple[tuple[str, str], ...]:
 def _message(message: Any, where: str) -> tuple[str, str]:
     if not isinstance(message, dict):
         raise _invalid(where, message, "an object with role and content")
-    role = message.get("role")
+    role = message.get("role", _MISSING)
     if not isinstance(role, str) or role not in _ROLES:
         raise _invalid(f"{where}.role", role, "one of " + ", ".join(_ROLES))
     for name, value in message.items():
         if name not in ("role", "content", "name") and value is not None:
             raise _unsupported(f"body.{where}.{name}", value, "a message has role, content and name")
-    return _ROLES[role], _content(message.get("content"), f"{where}.content")
+    return _ROLES[role], _content(message.get("content", _MISSING), f"{where}.content")
 
 
 def _content(value: Any, where: str) -> str:
@@ -193,11 +199,11 @@ def _content(value: Any, where: str) -> str:
         raise _invalid(where, value, "a text or a list of text parts")
     texts = []
     for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = part.get("type", _MISSING) if isinstance(part, dict) else _MISSING
         if kind != "text":
             raise _unsupported(f"body.{where}[{i}].type", kind, "only parts of type \"text\" are served")
         if not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}[{i}].text", part.get("text"), "a text")
+            raise _invalid(f"{where}[{i}].text", part.get("text", _MISSING), "a text")
         texts.append(_encodable(part["text"], f"{where}[{i}].text"))
     return "\n".join(texts)
 
@@ -260,13 +266,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _invalid(name: str, value: Any, rule: str) -> RequestError:
-    found = "is missing" if value is None else f"is {_show(value)}"
-    return RequestError(f"body.{name} {found}; it must be {rule}", code="invalid_value", param=f"body.{name}")
+    return RequestError(f"body.{name} {_found(value)}; it must be {rule}", code="invalid_value", param=f"body.{name}")
 
 
 def _unsupported(name: str, value: Any, way_out: str) -> RequestError:
-    return RequestError(f"{name} is {_show(value)}, which is not served; {way_out}", code="unsupported_field",
+    return RequestError(f"{name} {_found(value)}, which is not served; {way_out}", code="unsupported_field",
                         param=name)
+
+
+def _found(value: Any) -> str:
+    return "is missing" if value is _MISSING else f"is {_show(value)}"
 
 
 def _show(value: Any) -> str:
@@ -275,5 +284,5 @@ def _show(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "missing or null"}
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

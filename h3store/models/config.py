@@ -86,6 +86,8 @@ def read_config(folder: str | Path) -> LlamaConfig:
         CheckpointError: no or broken config.json, or a value that is missing or contradicts another.
         UnsupportedModelError: a model type, activation, RoPE type or dtype that this build does not run.
     """
+    if Path(folder).is_file():
+        raise CheckpointError(f"{folder} is a file; give a Hugging Face model folder")
     path = Path(folder) / "config.json"
     values = read_json(path)
     kind = values.get("model_type")

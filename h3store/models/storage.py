@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from h3store import store as stores
@@ -33,10 +33,12 @@ def open_store(given: str | Path | Store | None, ddr_bytes: int | str | None) ->
             raise UsageError("ddr_bytes: an open Store has its own budget; give ddr_bytes to h3store.open")
         yield given
         return
-    with tempfile.TemporaryDirectory(prefix="h3store-") as scratch:
-        path = Path(scratch) / "kv.h3" if given is None else Path(given)
-        with stores.open(path, mode="r+" if path.exists() else "w", ddr_bytes=ddr_bytes) as opened:
-            yield opened
+    with ExitStack() as stack:
+        if given is None:
+            # A killed process leaves it: only a store that has nowhere else to be is worth a folder.
+            given = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="h3store-"))) / "kv.h3"
+        path = Path(given)
+        yield stack.enter_context(stores.open(path, mode="r+" if path.exists() else "w", ddr_bytes=ddr_bytes))
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from h3store.store.encode import (
 from h3store.tensor import TieredTensor, over_range, range_of
 from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
-from h3store.units import MiB, available_memory, parse_bytes
+from h3store.units import MiB, available_memory, exact_bytes, parse_bytes
 
 __all__ = ["Store", "origin_of"]
 
@@ -96,7 +96,7 @@ class Store:
         self.mode = mode
         self._ddr_bytes = default_budget() if ddr_bytes is None else parse_bytes(ddr_bytes, "ddr_bytes")
         if self._ddr_bytes < 4096:
-            raise BudgetError(f"ddr_bytes={ddr_bytes} is below one page of 4096 bytes; give at least 1MiB")
+            raise BudgetError(f"ddr_bytes={exact_bytes(self._ddr_bytes)} is below one page of 4KiB; give at least 1MiB")
         self._lock = threading.RLock()
         _stores.add(self)
         self._pager: Pager | None = None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import h3store
 from tests.e2e.conftest import CONTEXT_TOKENS, Cli, command, environment
 
 DOCUMENT = "".join(f"Clause {i}: party {i % 7} pays {i * 37} before day {i * 11}. " for i in range(40))
@@ -316,9 +317,17 @@ def test_duplicate_ids_end_before_work_begins(cli: Cli, tiny_model: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_store_ends_the_run(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_cut_store_ends_the_run_and_leaves_no_output(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "in", [chat("a", "hi")])
+    h3store.save({"a": torch.ones(9)}, tmp_path / "kv.h3")
+    os.truncate(tmp_path / "kv.h3", (tmp_path / "kv.h3").stat().st_size - 1)
+    inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, "--store", "kv.h3", check=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_is_no_archive_ends_the_run(inline: Cli, tiny_model: Path, tmp_path: Path) -> None:
     write(tmp_path / "in", [chat("a", "hi")])
     (tmp_path / "kv.h3").write_bytes(b"not an archive" * 1000)
-    done = inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, "--store", "kv.h3", check=3)
-    assert "kv.h3" in done.stderr
+    done = inline("run-batch", "-i", "in", "-o", "out", "--model", tiny_model, "--store", "kv.h3", check=2)
+    assert "kv.h3" in done.stderr and not (tmp_path / "out").exists()
     assert (tmp_path / "kv.h3").read_bytes() == b"not an archive" * 1000

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import h3store
+from h3store.archive import Reader
 from tests.e2e.conftest import Cli, environment
 
 
@@ -52,6 +53,24 @@ def test_verify_names_what_is_damaged(cli: Cli, archive: Path) -> None:
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("h3store: error: ") and "a.h3" in line
     assert any(word in line for word in ("weight", "steps")) and "block" in line and "offset" in line
+
+
+def test_verify_names_a_damaged_table(cli: Cli, archive: Path) -> None:
+    with Reader(archive) as reader:
+        at = reader.record("weight").table
+    assert at is not None
+    data = bytearray(archive.read_bytes())
+    data[at.offset] ^= 1
+    archive.write_bytes(data)
+    done = cli("verify", archive, check=3)
+    assert "1 damaged part, the first is tensor weight, its chunk table, offset" in done.stderr
+    assert "block -1" not in done.stdout
+
+
+def test_a_tensor_that_is_nearly_nothing_has_no_digits_of_a_ratio(cli: Cli, tmp_path: Path) -> None:
+    h3store.save({"zeros": torch.zeros(10_000_000)}, tmp_path / "z.h3")
+    shown = cli("inspect", "z.h3", check=0).stdout
+    assert ">1000" in shown and "1 tensor " in shown
 
 
 @pytest.mark.parametrize("cut", [0, 3, 100])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from h3store.cli import main
+import h3store
+from h3store.cli import _exit_code, main
+from h3store.errors import ArchiveError
 from tests.e2e.conftest import CONTEXT_TOKENS
 
 Capture = pytest.CaptureFixture[str]
@@ -50,9 +54,16 @@ BATCH_FLAGS = [
     (["--files", "."], "--files ."),
     (["--ddr", "lots"], "'lots' is not a size"),
     (["--ddr", "-1"], "--ddr"),
-    (["--ddr", "1KiB"], "ddr_bytes=1024"),
+    (["--ddr", "1KiB"], "--ddr 1KiB is below"),
+    (["--ddr", "48KiB"], "give --ddr of at least 128KiB"),
     (["--dtype", "int3"], "int3"),
     (["--model", "no-folder"], "no-folder"),
+    (["--model", "in"], "in is a file; give a Hugging Face model folder"),
+    (["--store", "out"], "--store out is the output file; give another name"),
+    (["--store", "in"], "not an h3store archive"),
+    (["--store", "."], "a folder, not an archive"),
+    (["-i", "-"], "standard input and output are not served"),
+    (["-o", "-"], "standard input and output are not served"),
     (["-i", "nothing"], "input nothing"),
     (["-i", "."], "input ."),
     (["-o", "no/folder"], "output no/folder"),
@@ -69,7 +80,7 @@ def test_batch_flags(capsys: Capture, tiny_model: Path, here: Path, flags: list[
     (here / "in").write_text(json.dumps(row) + "\n")
     given = {"-i": "in", "-o": "out", "--model": str(tiny_model), **dict(zip(flags[::2], flags[1::2], strict=True))}
     assert said in refused(capsys, "run-batch", *[part for pair in given.items() for part in pair])
-    assert not (here / "out").exists() or (here / "out").read_bytes() == b""
+    assert not (here / "out").exists() and not (here / "-").exists()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +89,12 @@ def test_batch_flags(capsys: Capture, tiny_model: Path, here: Path, flags: list[
         (None, [], "--document doc.txt"),
         (b" \n", [], "has no text"),
         (b"caf\xe9", [], "UTF-8"),
-        (b"text", ["--ddr", "2KiB"], "2048"),
+        (b"text", ["--ddr", "2KiB"], "--ddr 2KiB"),
         (b"text", ["--max-tokens", CONTEXT_TOKENS], "no room"),
         (b"text", ["--max-tokens", "0"], "'0'"),
         (b"text", ["--model", "no-folder"], "no-folder"),
+        (b"text", ["--json", "no/x.json"], "--json no/x.json: No such file"),
+        (b"text", ["--json", "."], "--json .: Is a directory"),
     ],
 )
 def test_demo_input(
@@ -103,5 +116,37 @@ def test_import_gguf_refuses_what_is_not_gguf(capsys: Capture, here: Path) -> No
 def test_archives(capsys: Capture, here: Path, command: str) -> None:
     assert "no.h3" in refused(capsys, command, "no.h3")
     (here / "other.h3").write_bytes(b"something else entirely")
-    assert "other.h3" in refused(capsys, command, "other.h3", code=3)
-    assert str(here) in refused(capsys, command, here, code=3)
+    assert "other.h3" in refused(capsys, command, "other.h3")
+    assert str(here) in refused(capsys, command, here)
+    assert "a device or pipe" in refused(capsys, command, "/dev/null")
+    assert "mode" not in refused(capsys, command, "no.h3")
+    (here / "cut.h3").write_bytes(b"")
+    assert "cut.h3" in refused(capsys, command, "cut.h3", code=3)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission_is_bad_input(capsys: Capture, here: Path) -> None:
+    (here / "mine.h3").write_bytes(b"")
+    (here / "mine.h3").chmod(0)
+    assert "Permission denied" in refused(capsys, "inspect", "mine.h3")
+
+
+def test_a_refused_path_is_bad_input_and_a_failing_disk_is_not() -> None:
+    def code(number: int) -> int:
+        error = ArchiveError("a.h3")
+        error.__cause__ = OSError(number, "")
+        return _exit_code(error)
+
+    assert (code(errno.EACCES), code(errno.EIO)) == (2, 3)
+
+
+def test_a_document_is_read_before_the_model(capsys: Capture, here: Path) -> None:
+    (here / "folder").mkdir()
+    for given in ("no.txt", "folder"):
+        said = refused(capsys, "demo", "--model", "nothing", "--document", given)
+        assert said.count(given) == 1 and "nothing" not in said
+
+
+def test_version(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"h3store {h3store.__version__}\n"

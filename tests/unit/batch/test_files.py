@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 
@@ -42,6 +43,42 @@ def test_duplicate_names_both_lines(tmp_path: Path) -> None:
     path.write_text(request("a") + "\n\n" + request("a") + "\n")
     with pytest.raises(UsageError, match=r"'a' is on line 1 and on line 3"):
         read_input(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (request("a").encode("utf-16"), "UTF-16"),
+        (request("a").encode("utf-16-le"), "line 1, byte 1 of the file"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "line 1, byte 0 of the file"),
+        (b"\n".join([request("a").encode(), b"\xff", b"\0\0"]), "2 of 3 lines are not UTF-8 text, the first at line 2"),
+    ],
+)
+def test_a_file_that_is_not_utf8_text_is_refused_whole(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=said):
+        read_input(path)
+
+
+def test_one_bad_byte_costs_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [request("a").encode(), b'{"custom_id": "\xe9"}', request("b").encode()]
+    path.write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
+    rows = read_input(path)
+    assert [r.custom_id for r in rows.requests] == ["a", "b"]
+    assert "not UTF-8: byte 15 is 0xe9" in rows.errors[0]["error"]["message"]
+
+
+def test_a_run_that_never_started_leaves_no_output(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyError), ResultFile(out, source):
+        raise KeyError
+    assert not out.exists()
+    out.touch()  # not ours
+    with pytest.raises(KeyError), ResultFile(out, source):
+        raise KeyError
+    assert out.exists()
 
 
 def test_missing_input(tmp_path: Path) -> None:

@@ -184,6 +184,24 @@ def test_row_fields(change: dict, code: str) -> None:
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
+def test_missing_and_null_are_told_apart(name: str) -> None:
+    row = chat()
+    with pytest.raises(RequestError, match=f"{name} is null"):
+        parse({**row, name: None}, 1)
+    del row[name]
+    with pytest.raises(RequestError, match=f"{name} is missing"):
+        parse(row, 1)
+
+
+def test_null_content_and_a_null_line_are_named() -> None:
+    for message, found in (({"role": "user"}, "missing"), ({"role": "user", "content": None}, "null")):
+        with pytest.raises(RequestError, match=rf"messages\[0\]\.content is {found}"):
+            parse(chat(messages=[message]), 1)
+    with pytest.raises(RequestError, match="the line is null"):
+        decode_row("null")
+
+
 @pytest.mark.parametrize("line", ["{", "[]", "3", "null", b"\xff", "[" * 100_000, '{"a": 1} x'])
 def test_lines_that_are_not_objects(line: str | bytes) -> None:
     with pytest.raises(RequestError) as caught:
