@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import h3store
 from h3store.errors import BudgetError, CorruptBlockError, TokenizerError, UsageError
 from h3store.models.decode import Decoder
+from tests.e2e.conftest import environment
 
 
 @pytest.fixture
@@ -103,3 +107,38 @@ def test_a_model_without_a_chat_template_serves_completions_only(tiny_model: Pat
     assert "chat template" in results["chat"]["error"]["message"]
     assert results["chat"]["error"]["param"] == "body.messages"
     assert results["plain"]["error"] is None
+
+
+TEMPORARY = """
+import gc, sys
+from h3store import Decoder
+decoder = Decoder.from_pretrained(sys.argv[1])
+if sys.argv[2] == "collected":
+    del decoder
+    gc.collect()
+    import os, tempfile
+    assert os.listdir(tempfile.gettempdir()) == []
+if sys.argv[2] == "raises":
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "collected"])
+def test_a_temporary_store_goes_with_its_decoder(tiny_model: Path, tmp_path: Path, end: str) -> None:
+    command = [sys.executable, "-c", TEMPORARY, str(tiny_model), end]
+    done = subprocess.run(command, env={**environment(), "TMPDIR": str(tmp_path)}, timeout=60, check=False)
+    assert done.returncode == (end == "raises")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_with_a_path_needs_no_temporary_folder(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with Decoder.from_pretrained(tiny_model, store=tmp_path / "kv.h3"):
+        assert list(scratch.iterdir()) == []
+    with Decoder.from_pretrained(tiny_model) as decoder:
+        assert Path(decoder.store.path).parent.parent == scratch
+    assert list(scratch.iterdir()) == []
