@@ -172,7 +172,7 @@ def _add_model_flags(parser: argparse.ArgumentParser, dtype: str | None) -> None
                         "a document in it is restored, not computed (default: a temporary one)")
     parser.add_argument("--ddr", type=_size, metavar="SIZE", help='host memory for KV blocks at most, such as "64MiB"')
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=dtype,
-                        help="what is computed in, and what KV is kept in (default: "
+                        help="what weights are rounded to and KV is kept in (default: "
                         f"{dtype or 'as the checkpoint says'})")
 
 
@@ -227,7 +227,7 @@ def _try_to_write(path: Path) -> None:
 
 def _add_run_batch(commands: Any) -> None:
     parser = _command(commands, "run-batch", _run_batch, "answer a file of requests in the OpenAI batch format",
-                      "h3store run-batch -i questions.jsonl -o answers.jsonl --model ./SmolLM2-135M-Instruct "
+                      "h3store run-batch -i questions.jsonl -o answers.jsonl --model demo-data/SmolLM2-135M-Instruct "
                       "--store kv.h3 --ddr 1GiB")
     parser.add_argument("-i", "--input", type=_file, required=True, metavar="FILE", help="requests, one a line")
     parser.add_argument("-o", "--output", type=_file, required=True, metavar="FILE",
