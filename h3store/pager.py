@@ -274,10 +274,10 @@ class Range:
         self._kept.append((file, owner))
         check(lib.h3_range_detach(self._native, file), f"{self.label}: detach")
 
-    def raise_error(self) -> None:
-        """Raises the first error that a fault in this range met since the last call, if any."""
+    def raise_error(self, entered: int) -> None:
+        """Raises the error of a failed fill that an operation, entered then (h3_op_enter), may have seen; if any."""
         block = ffi.new("uint64_t *")
-        status = lib.h3_range_take_error(self._native, block)
+        status = lib.h3_range_take_error(self._native, entered, block)
         if status < 0:
             self._check_block(status, int(block[0]) * self.block_bytes)
 

@@ -175,7 +175,7 @@ def _writes_by_name(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in _METADATA_ONLY:
         return False
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS or name == "__set__"
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
 def _may_write(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -220,9 +220,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if _may_write(func, kwargs):
         for target in _targets(func, args, kwargs):
             _refuse(target, func)
-    lib.h3_op_enter()
     with _plain():
         before = [tensor._version for tensor in tensors if not tensor.is_inference()]
+        entered = lib.h3_op_enter()
         try:
             for tensor in tensors:
                 tiered = tensor._h3_range
@@ -230,19 +230,21 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
                     _prefetch_whole(tensor, tiered)
             result = func(*args, **kwargs)
         finally:
-            if lib.h3_op_leave():
-                _raise_errors(tensors)
+            if lib.h3_op_leave(entered):
+                _raise_errors(tensors, entered)
         changed = before != [tensor._version for tensor in tensors if not tensor.is_inference()]
     if changed:
         _check_written(func, tensors, before)
+    if getattr(func, "__name__", "") == "__set__":  # t.data = other: the memory under it is another now
+        args[0]._h3_range = None
     return result if type(result) in _NO_TENSORS else _retype(result)
 
 
-def _raise_errors(tensors: Iterable[TieredTensor]) -> None:
+def _raise_errors(tensors: Iterable[TieredTensor], entered: int) -> None:
     for tensor in tensors:
         tiered = range_of(tensor)
         if tiered is not None:
-            tiered.raise_error()
+            tiered.raise_error(entered)
 
 
 def _check_written(func: Callable[..., Any], tensors: list[TieredTensor], before: list[int]) -> None:
@@ -292,10 +294,10 @@ def _plain_copy(tensor: TieredTensor) -> torch.Tensor:
 def in_operation(ranges: Iterable[Range]) -> Iterator[None]:
     """Around foreign code that touches tiered memory: a failed fill raises here instead of ending the process."""
     held = list(ranges)
-    lib.h3_op_enter()
+    entered = lib.h3_op_enter()
     try:
         yield
     finally:
-        lib.h3_op_leave()
+        lib.h3_op_leave(entered)
         for tiered in held:
-            tiered.raise_error()
+            tiered.raise_error(entered)

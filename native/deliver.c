@@ -70,15 +70,23 @@ refused:
   return -1;
 }
 
-int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes) {
+static int watch(h3_pager *pager, char *address, uint64_t bytes) {
+  const int injected = h3_fault_hit(H3_FAULT_IOCTL);
+  struct uffdio_register reg = {.range = {(uintptr_t)address, bytes}, .mode = UFFDIO_REGISTER_MODE_MISSING};
+  if (pager->mode == H3_MODE_COPY) reg.mode |= UFFDIO_REGISTER_MODE_WP;
+  if (injected || ioctl(pager->uffd, UFFDIO_REGISTER, &reg)) return h3_set_errno(H3_E_IO, injected ? injected : errno);
+  return H3_OK;
+}
+
+int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes, int accessible) {
   /* Not inherited: a child's copy would read as silent zeros, and share pages that then cannot be moved. */
   if (madvise(address, bytes, MADV_DONTFORK)) return h3_set_errno(H3_E_IO, errno);
   madvise(address, bytes, MADV_NOHUGEPAGE); /* a huge page would exceed the budget; absent where THP is compiled out */
-  if (pager->mode == H3_MODE_PROTECT) return H3_OK;
-  const int error = h3_fault_hit(H3_FAULT_IOCTL);
-  struct uffdio_register reg = {.range = {(uintptr_t)address, bytes}, .mode = UFFDIO_REGISTER_MODE_MISSING};
-  if (pager->mode == H3_MODE_COPY) reg.mode |= UFFDIO_REGISTER_MODE_WP;
-  if (error || ioctl(pager->uffd, UFFDIO_REGISTER, &reg)) return h3_set_errno(H3_E_IO, error ? error : errno);
+  if (pager->mode != H3_MODE_PROTECT) {
+    const int status = watch(pager, address, bytes);
+    if (status < 0) return status;
+  }
+  if (accessible && mprotect(address, bytes, PROT_READ | PROT_WRITE)) return h3_set_errno(H3_E_NOMEM, errno);
   return H3_OK;
 }
 

@@ -14,6 +14,8 @@
 struct h3_file {
   int fd;
   int writable;
+  pid_t owner; /* the process that may write: a forked child's tail is not the file's */
+  atomic_long references;
   atomic_uint_fast64_t tail;
 };
 
@@ -24,12 +26,18 @@ int h3_file_create(int fd, uint64_t tail, int writable, h3_file **out) {
   if (!file) return h3_set_errno(H3_E_NOMEM, err ? err : ENOMEM);
   file->fd = fd;
   file->writable = writable;
+  file->owner = getpid();
+  atomic_init(&file->references, 1);
   atomic_init(&file->tail, tail);
   *out = file;
   return H3_OK;
 }
 
-void h3_file_destroy(h3_file *file) { free(file); }
+void h3_file_retain(h3_file *file) { atomic_fetch_add(&file->references, 1); }
+
+void h3_file_destroy(h3_file *file) {
+  if (atomic_fetch_sub(&file->references, 1) == 1) free(file);
+}
 
 uint64_t h3_file_tail(const h3_file *file) { return atomic_load(&file->tail); }
 
@@ -54,6 +62,8 @@ int h3_file_read(h3_file *file, uint64_t offset, void *out, size_t bytes) {
   return H3_OK;
 }
 
+static int may_write(const h3_file *file) { return file->writable && file->owner == getpid(); }
+
 static int write_at(h3_file *file, uint64_t offset, const uint8_t *p, size_t bytes) {
   while (bytes) {
     int err = h3_fault_hit(H3_FAULT_WRITE);
@@ -72,7 +82,7 @@ static int write_at(h3_file *file, uint64_t offset, const uint8_t *p, size_t byt
 }
 
 int h3_file_append(h3_file *file, const void *data, size_t bytes, uint64_t *offset) {
-  if (!file->writable) return H3_E_READONLY;
+  if (!may_write(file)) return H3_E_READONLY;
   uint64_t at = atomic_fetch_add(&file->tail, bytes);
   if (at > INT64_MAX || bytes > INT64_MAX - at) {
     atomic_fetch_sub(&file->tail, bytes);
@@ -85,7 +95,7 @@ int h3_file_append(h3_file *file, const void *data, size_t bytes, uint64_t *offs
 }
 
 int h3_file_overwrite(h3_file *file, uint64_t offset, const void *data, size_t bytes) {
-  return file->writable ? write_at(file, offset, data, bytes) : H3_E_READONLY;
+  return may_write(file) ? write_at(file, offset, data, bytes) : H3_E_READONLY;
 }
 
 int h3_file_sync(h3_file *file) {
@@ -97,7 +107,7 @@ int h3_file_sync(h3_file *file) {
 }
 
 void h3_file_discard(h3_file *file, uint64_t offset, uint64_t bytes) {
-  if (!file->writable || !bytes || offset > INT64_MAX || bytes > INT64_MAX - offset) return;
+  if (!may_write(file) || !bytes || offset > INT64_MAX || bytes > INT64_MAX - offset) return;
   /* Best effort: where holes are not supported the space stays taken until the file is opened for writing again. */
   (void)!fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes);
 }

@@ -103,6 +103,7 @@ int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
   for (;;) {
     const uint32_t state = seen & H3_STATE_MASK;
     if (state == H3_RESIDENT) {
+      if ((seen & H3_QUARANTINE) && why != H3_WHY_FAULT) return range->error < 0 ? range->error : H3_E_CORRUPT;
       if (!pin || atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return H3_OK;
     } else if (state == H3_ABSENT) {
       if (!atomic_compare_exchange_weak(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) continue;

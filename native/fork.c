@@ -37,19 +37,20 @@ static void in_parent(void) {
   h3_signals_restore(&mask);
 }
 
-static int remap(h3_pager *pager, char *address, uint64_t bytes, int protection) {
-  void *fresh = mmap(address, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+static int remap(h3_pager *pager, char *address, uint64_t bytes, int accessible) {
+  void *fresh = mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (fresh == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
-  return h3_deliver_register(pager, address, bytes);
+  munlock(address, bytes);
+  return h3_deliver_register(pager, address, bytes, accessible);
 }
 
 static void range_reset(h3_range *range) {
   const uint64_t blocks = h3_block_count(range);
   for (uint64_t i = 0; i < blocks; i++)
     if (range->blocks[i].word) range->blocks[i].word = 0;
-  range->resident = range->quarantined = 0;
-  if (atomic_exchange(&range->error, H3_OK) < 0) h3_errors_add(-1);
-  range->flush_lock.word = 0;
+  range->resident = 0;
+  while (range->quarantined) h3_zeros_gone(range);
+  range->flush_lock.word = range->quarantine_lock.word = 0;
 }
 
 static int rebuild(h3_pager *pager) {
@@ -62,14 +63,14 @@ static int rebuild(h3_pager *pager) {
   pager->kernel_pins = pager->context_waiters = 0;
   pager->free_contexts = pager->n_contexts == 32 ? UINT32_MAX : (1u << pager->n_contexts) - 1;
   int status = h3_pager_attach(pager);
-  if (status == H3_OK) status = remap(pager, pager->arena, pager->arena_bytes, PROT_READ | PROT_WRITE);
+  if (status == H3_OK) status = remap(pager, pager->arena, pager->arena_bytes, 1);
   for (h3_range *range = pager->ranges; status == H3_OK && range; range = range->next) {
     range_reset(range);
     if (range->unsaved) { /* the parent could not save its changes: better no memory than old bytes */
       h3_map_set(range->address, range->capacity, NULL);
       continue;
     }
-    status = remap(pager, range->address, range->capacity, pager->mode == H3_MODE_PROTECT ? PROT_NONE : PROT_READ | PROT_WRITE);
+    status = remap(pager, range->address, range->capacity, pager->mode != H3_MODE_PROTECT);
   }
   return status;
 }
@@ -77,6 +78,7 @@ static int rebuild(h3_pager *pager) {
 static void in_child(void) {
   static const char failed[] = "h3store: tiered memory could not be set up again after fork; touching it will end this process\n";
   h3_registry_lock.word = 0;
+  h3_signals_after_fork();
   for (h3_pager *pager = h3_registry; pager; pager = pager->next) {
     if (rebuild(pager) == H3_OK) atomic_fetch_add(&repairs, 1);
     else if (write(STDERR_FILENO, failed, sizeof failed - 1) < 0) errno = 0;

@@ -174,7 +174,7 @@ typedef struct h3_pager_stats {
   uint64_t budget_bytes, resident_bytes, peak_resident_bytes, pinned_bytes;
   uint64_t faults, fills, prefetches, evictions, write_backs, waits;
   uint64_t bytes_read, bytes_written, bytes_decoded, bytes_encoded;
-  uint64_t move_fallbacks, errors;
+  uint64_t errors;
   int delivery, move_supported;
 } h3_pager_stats;
 /* Blocks only for system calls. H3_E_BUDGET when budget_bytes is below one page, H3_E_UNSUPPORTED when the asked
@@ -215,15 +215,14 @@ int h3_range_set_spec(h3_range *range, const h3_spec *spec);
 /* Reads from another handle of the same bytes from now on, and no longer writes back. The old handle is unused when this
  * returns. For a store that closes while tensors live. H3_E_BUSY after 5 s of fills that never pause. */
 int h3_range_detach(h3_range *range, h3_file *file);
-/* Count of ranges errors not yet taken, over all pagers: one load, so that callers ask h3_range_take_error rarely. */
-long h3_errors_pending(void);
-/* First error met by a fill since the last call, and its block; H3_OK if none. Clears it and drops the block. */
-int h3_range_take_error(h3_range *range, uint64_t *block);
-/* While the count of ops in flight is above zero a failed fill gives a quarantined zero block and a range error instead
- * of killing the process. Callers must check h3_range_take_error after the op. */
-/* enter also puts our signal handlers back if somebody replaced them (a status); leave returns h3_errors_pending. */
-int h3_op_enter(void);
-long h3_op_leave(void);
+/* While an operation is in flight a failed fill gives it a quarantined zero block and a range error instead of killing the
+ * process. Around an operation: entered = h3_op_enter(); ...; if (h3_op_leave(entered)) ask h3_range_take_error of every
+ * operand's range. enter also puts our signal handlers back if somebody replaced them. Both on the same thread. */
+uint64_t h3_op_enter(void);
+int h3_op_leave(uint64_t entered);
+/* The error of a fill whose zeros the operation that entered then may have seen, and its block; H3_OK if none. Takes the
+ * zeros away. Operations on the same range that ran at the same time get the error as well. */
+int h3_range_take_error(h3_range *range, uint64_t entered, uint64_t *block);
 /* Signal ownership: 1 if our handler is installed for the delivery's signal. h3_signals_install puts it back,
  * keeping what it finds as the handler for foreign addresses. */
 int h3_signals_ours(void);

@@ -53,6 +53,9 @@ typedef struct h3_zstd_calls {
 /* Set once by h3_init, constant afterwards. */
 extern h3_zstd_calls h3_zstd_fn;
 
+/* One more user of a file; h3_file_destroy lets go of it. */
+void h3_file_retain(h3_file *file);
+
 /* Highest zstd level that a codec has working memory for. */
 enum { H3_MAX_LEVEL = 3 };
 /* H3_OK, or H3_E_INVALID when a field of spec breaks its rule. */

@@ -88,7 +88,7 @@ int h3_pager_attach(h3_pager *pager) {
 static int arena_create(h3_pager *pager) {
   for (uint64_t factor = 16;; factor /= 4) {
     pager->arena_bytes = (pager->budget * factor + (64u << 20)) & ~((1ull << H3_GRANULE_SHIFT) - 1);
-    const int status = h3_map_reserve(pager->arena_bytes, PROT_READ | PROT_WRITE, &pager->arena);
+    const int status = h3_map_reserve(pager->arena_bytes, &pager->arena);
     if (status == H3_OK) break;
     if (factor <= 1) return status;
   }
@@ -97,7 +97,7 @@ static int arena_create(h3_pager *pager) {
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (slots == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
   pager->slots = slots;
-  return h3_deliver_register(pager, pager->arena, pager->arena_bytes);
+  return h3_deliver_register(pager, pager->arena, pager->arena_bytes, 1);
 }
 
 void h3_slots_reset(h3_pager *pager) {
@@ -122,6 +122,7 @@ int h3_pager_create(const h3_pager_config *config, h3_pager **out) {
   h3_pager *pager = h3_fault_hit(H3_FAULT_ALLOC) ? NULL : calloc(1, sizeof *pager);
   if (!pager) return H3_E_NOMEM;
   pager->uffd = -1;
+  pager->references = 1;
   pager->budget = config->budget_bytes & ~(uint64_t)(H3_PAGE - 1);
   pager->delivery = config->delivery == H3_DELIVERY_AUTO ? H3_DELIVERY_SIGNAL : config->delivery;
   h3_slots_reset(pager);
@@ -153,7 +154,8 @@ out:
   return status;
 }
 
-void h3_pager_destroy(h3_pager *pager) {
+void h3_pager_release(h3_pager *pager) {
+  if (atomic_fetch_sub(&pager->references, 1) > 1) return;
   h3_lock_acquire(&h3_registry_lock);
   for (h3_pager **link = &h3_registry; *link; link = &(*link)->next)
     if (*link == pager) {
@@ -163,6 +165,8 @@ void h3_pager_destroy(h3_pager *pager) {
   h3_lock_release(&h3_registry_lock);
   pager_free(pager);
 }
+
+void h3_pager_destroy(h3_pager *pager) { h3_pager_release(pager); }
 
 void h3_pager_get_stats(h3_pager *pager, h3_pager_stats *out) {
   h3_sigmask saved;

@@ -20,6 +20,7 @@
 #include "h3store.h"
 #include "lock.h"
 
+enum { H3_RING = 16 };
 enum { H3_PAGE = 4096, H3_GRANULE_SHIFT = 21, H3_CLASSES = H3_MAX_CHUNK / H3_PAGE + 1, H3_MAX_CONTEXTS = 32 };
 #define H3_NO_SLOT UINT32_MAX
 
@@ -68,6 +69,7 @@ enum { H3_MODE_MOVE = 0, H3_MODE_COPY = 1, H3_MODE_PROTECT = 2 };
 
 struct h3_pager {
   h3_pager *next; /* registry */
+  _Atomic long references; /* the owner's and one per range: whoever goes last frees, in whatever order they go */
   int mode, delivery, uffd;
   uint64_t budget;
   char *arena;
@@ -81,6 +83,7 @@ struct h3_pager {
   uint32_t warm[H3_CLASSES]; /* free slots that hold pages */
   uint32_t cold[H3_CLASSES]; /* free slots without pages */
   h3_list fifo, cyclic;
+  _Atomic uint32_t largest_block; /* of any range so far, bytes */
   uint64_t charged, peak, pinned; /* pinned: bytes held by h3_range_pin */
   uint32_t in_flight;       /* slots held by fills and evictions under way */
   _Atomic uint32_t kernel_pins; /* holds by address, which end soon */
@@ -90,11 +93,12 @@ struct h3_pager {
   _Atomic uint32_t free_contexts; /* bit set */
   _Atomic uint32_t context_waiters;
   _Atomic uint64_t faults, fills, prefetches, evictions, write_backs, waits, bytes_read, bytes_written, bytes_decoded,
-      bytes_encoded, move_fallbacks, errors;
+      bytes_encoded, errors;
 };
 
 struct h3_range {
   h3_range *next; /* of the pager */
+  _Atomic long references; /* the owner's and one per range that leans on it */
   h3_pager *pager;
   char *address;
   uint64_t capacity, n_blocks_capacity;
@@ -109,14 +113,19 @@ struct h3_range {
   h3_range *base;
   h3_block *blocks;
   _Atomic uint64_t resident;
-  _Atomic int error; /* first failed fill not yet taken */
+  _Atomic int error; /* of the last failed fill */
+  _Atomic uint64_t error_epoch;
   _Atomic uint64_t error_block, quarantined;
+  h3_lock quarantine_lock; /* one failed fill at a time: error, error_block, ring */
   h3_lock flush_lock;
+  uint64_t pinned; /* guarded by pager->lock */
+  uint32_t ring[H3_RING]; /* blocks quarantined last; the oldest leaves when another comes */
+  _Atomic uint32_t ring_at;
   char label[256];
 };
 
 /* region.c: address space, lookup, slots */
-int h3_map_reserve(uint64_t bytes, int protection, char **out);
+int h3_map_reserve(uint64_t bytes, char **out); /* not accessible yet: see h3_deliver_register */
 void h3_map_set(char *address, uint64_t bytes, h3_range *range);
 h3_range *h3_map_find(const void *address);
 int h3_map_init(void);
@@ -134,7 +143,8 @@ void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
 
 /* deliver.c: how pages enter and leave, and who hears of a fault */
 int h3_uffd_open(int want_sigbus, uint64_t *features, int *error);
-int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes);
+/* Puts a reserved mapping under our eyes, then makes it accessible if asked: nothing can fill it in between. */
+int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes, int accessible);
 int h3_slot_materialise(h3_pager *pager, char *address, uint64_t bytes);
 void h3_slot_discard(h3_pager *pager, char *address, uint64_t bytes);
 int h3_block_place(h3_range *range, uint64_t block, char *from);             /* from: where the block was decoded */
@@ -143,6 +153,9 @@ int h3_block_untake(h3_range *range, uint64_t block, char *slot);
 void h3_block_taken(h3_range *range, uint64_t block);                       /* after take, when the block stays out */
 int h3_block_place_zero(h3_range *range, uint64_t block);
 void h3_block_discard(h3_range *range, uint64_t block);
+
+/* range.c */
+void h3_block_forget(h3_range *range, uint64_t block); /* drops a block unsaved */
 
 /* fill.c */
 enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1 };
@@ -163,7 +176,9 @@ int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes);
 
 /* signals.c */
 int h3_signals_needed(int signal_number);
-void h3_errors_add(long count);
+void h3_error_mark(h3_range *range);
+void h3_zeros_gone(h3_range *range);
+void h3_signals_after_fork(void);
 
 /* fork.c */
 int h3_fork_install(void);
@@ -171,6 +186,7 @@ extern h3_lock h3_registry_lock;
 extern h3_pager *h3_registry;
 
 /* pager.c */
+void h3_pager_release(h3_pager *pager);
 void h3_slots_reset(h3_pager *pager);
 int h3_pager_attach(h3_pager *pager); /* descriptor, arena and registration; also in a forked child */
 typedef struct h3_sigmask {

@@ -27,6 +27,7 @@ int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **o
   if (!range) return H3_E_NOMEM;
   const uint64_t granule = 1ull << H3_GRANULE_SHIFT;
   range->pager = pager;
+  range->references = 1;
   range->capacity = (config->capacity_bytes + granule) & ~(granule - 1);
   range->bytes = config->bytes;
   range->block_bytes = config->block_bytes;
@@ -44,16 +45,19 @@ int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **o
   }
   if (config->chunks)
     for (uint64_t i = 0, n = h3_block_count(range); i < n; i++) range->blocks[i].chunk = config->chunks[i];
-  const int protection = pager->mode == H3_MODE_PROTECT ? PROT_NONE : PROT_READ | PROT_WRITE;
-  status = h3_map_reserve(range->capacity, protection, &range->address);
+  status = h3_map_reserve(range->capacity, &range->address);
   if (status < 0) goto out;
-  status = h3_deliver_register(pager, range->address, range->capacity);
+  status = h3_deliver_register(pager, range->address, range->capacity, pager->mode != H3_MODE_PROTECT);
   if (status < 0) goto out;
   h3_map_set(range->address, range->capacity, range);
   h3_lock_acquire(&h3_registry_lock);
   range->next = pager->ranges;
   pager->ranges = range;
+  if (range->block_bytes > pager->largest_block) pager->largest_block = range->block_bytes;
   h3_lock_release(&h3_registry_lock);
+  atomic_fetch_add(&pager->references, 1);
+  if (range->file) h3_file_retain(range->file);
+  if (range->base) atomic_fetch_add(&range->base->references, 1);
   *out = range;
 out:
   if (status < 0) {
@@ -93,7 +97,8 @@ static int own(h3_range *range, uint64_t index) {
 /* A quarantined block has no slot: its zeros are the kernel's. */
 static void quarantine_drop(h3_range *range, uint64_t index) {
   h3_block_discard(range, index);
-  atomic_fetch_sub(&range->quarantined, 1);
+  h3_error_mark(range); /* the epoch moves before the count does: who leaves in between sees one or the other */
+  h3_zeros_gone(range);
   atomic_fetch_and(&range->blocks[index].word, ~(uint32_t)H3_QUARANTINE);
   h3_lock_acquire(&range->pager->lock);
   range->pager->in_flight--;
@@ -115,11 +120,26 @@ static int drop(h3_range *range, uint64_t index, int save) {
   return status;
 }
 
+void h3_block_forget(h3_range *range, uint64_t index) { drop(range, index, 0); }
+
+/* Off the lists first: a fork that saves ranges must not meet one that goes. */
+static void unlink_range(h3_range *range) {
+  h3_lock_acquire(&h3_registry_lock);
+  for (h3_range **link = &range->pager->ranges; *link; link = &(*link)->next)
+    if (*link == range) {
+      *link = range->next;
+      break;
+    }
+  h3_lock_release(&h3_registry_lock);
+}
+
 void h3_range_destroy(h3_range *range) {
+  if (atomic_fetch_sub(&range->references, 1) > 1) return;
   h3_pager *pager = range->pager;
-  if (atomic_exchange(&range->error, H3_OK) < 0) h3_errors_add(-1);
+  h3_range *base = range->base;
   h3_sigmask saved;
   h3_signals_block(&saved);
+  unlink_range(range);
   range->writable = 0;
   for (uint64_t i = 0; i < range->n_blocks_capacity; i++) {
     uint32_t word = atomic_load(&range->blocks[i].word);
@@ -128,18 +148,17 @@ void h3_range_destroy(h3_range *range) {
     }
     while (drop(range, i, 0) < 0) usleep(1000);
   }
-  h3_lock_acquire(&h3_registry_lock);
-  for (h3_range **link = &pager->ranges; *link; link = &(*link)->next)
-    if (*link == range) {
-      *link = range->next;
-      break;
-    }
-  h3_lock_release(&h3_registry_lock);
+  h3_lock_acquire(&pager->lock);
+  pager->pinned -= range->pinned;
+  h3_lock_release(&pager->lock);
   h3_map_set(range->address, range->capacity, NULL);
   munmap(range->address, range->capacity);
   munmap(range->blocks, table_bytes(range));
+  if (range->file) h3_file_destroy(range->file);
   free(range);
   h3_signals_restore(&saved);
+  h3_pager_release(pager);
+  if (base) h3_range_destroy(base);
 }
 
 void *h3_range_address(const h3_range *range) { return range->address; }
@@ -182,6 +201,7 @@ static void unpin_blocks(h3_range *range, uint64_t first, uint64_t end) {
   }
   h3_lock_acquire(&range->pager->lock);
   range->pager->pinned -= freed;
+  range->pinned -= freed;
   h3_lock_release(&range->pager->lock);
 }
 
@@ -191,15 +211,19 @@ int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes) {
   int status = span(range, offset, bytes, &first, &end);
   if (status < 0) return status;
   for (uint64_t i = first; i < end; i++) want += (uint64_t)h3_class_of(range, i) * H3_PAGE;
-  /* Two blocks stay free, so that the faults of everybody else still have somewhere to go. */
-  const uint64_t reserve = 2ull * range->block_bytes < pager->budget / 4 ? 2ull * range->block_bytes : pager->budget / 4;
+  /* Room stays for everybody else's faults: one instruction may straddle two blocks, a copy touches four. */
+  const uint64_t largest = pager->largest_block;
+  const uint64_t four = 4 * largest < pager->budget / 2 ? 4 * largest : pager->budget / 2;
+  const uint64_t room = four > 2 * largest ? four : 2 * largest, reserve = room < pager->budget ? room : pager->budget;
   h3_sigmask saved;
   h3_signals_block(&saved);
   h3_lock_acquire(&pager->lock);
-  if (pager->pinned + want > pager->budget - reserve)
+  if (pager->pinned + want > pager->budget - reserve) {
     status = H3_E_BUDGET;
-  else
+  } else {
     pager->pinned += want;
+    range->pinned += want;
+  }
   h3_lock_release(&pager->lock);
   for (uint64_t i = first; status == H3_OK && i < end; i++) {
     status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
@@ -209,6 +233,7 @@ int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes) {
     unpin_blocks(range, first, i);
     h3_lock_acquire(&pager->lock);
     pager->pinned -= rest;
+    range->pinned -= rest;
     h3_lock_release(&pager->lock);
   }
   h3_signals_restore(&saved);
@@ -230,7 +255,7 @@ int h3_is_tiered(uintptr_t address) { return h3_map_find((const void *)address) 
 static int pin_for_kernel(h3_range *range, uint64_t index) {
   h3_block *block = &range->blocks[index];
   uint32_t seen = atomic_load(&block->word);
-  while ((seen & H3_STATE_MASK) == H3_RESIDENT)
+  while ((seen & (H3_STATE_MASK | H3_QUARANTINE)) == H3_RESIDENT)
     if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return H3_OK;
   h3_sigmask saved;
   h3_signals_block(&saved);
@@ -327,8 +352,10 @@ int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *ch
   h3_lock_acquire(&range->flush_lock);
   for (uint64_t i = first; range->writable && status == H3_OK && i < first + count; i++) {
     if (!hold_if_resident(&range->blocks[i])) continue;
+    atomic_fetch_add(&range->pager->kernel_pins, 1); /* a hold that ends soon: who finds no room waits for it */
     if (!(atomic_load(&range->blocks[i].word) & H3_QUARANTINE)) status = save_held(range, i);
     h3_block_unpin(range, i);
+    atomic_fetch_sub(&range->pager->kernel_pins, 1);
   }
   h3_chunk zero[2] = {{0}, {0}};
   for (uint64_t i = first; chunks && status == H3_OK && i < first + count; i++) {
@@ -355,12 +382,14 @@ int h3_range_export(h3_range *range, uint64_t first, uint64_t count, const h3_sp
   for (uint64_t i = first; status == H3_OK && i < first + count; i++) {
     status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
     if (status < 0) break;
+    atomic_fetch_add(&range->pager->kernel_pins, 1);
     h3_context *context = h3_context_acquire(range->pager);
     const uint32_t raw_bytes = h3_raw_bytes(range, i);
     memcpy(context->copy, range->address + i * range->block_bytes, raw_bytes);
     status = h3_block_save(range, i, context->copy, spec, file, context, &chunks[i - first]);
     h3_context_release(range->pager, context);
     h3_block_unpin(range, i);
+    atomic_fetch_sub(&range->pager->kernel_pins, 1);
   }
   h3_signals_restore(&saved);
   return status;
@@ -462,6 +491,8 @@ int h3_range_detach(h3_range *range, h3_file *file) {
   int status = H3_E_BUSY;
   h3_signals_block(&saved);
   h3_lock_acquire(&range->flush_lock);
+  h3_file *before = range->file;
+  h3_file_retain(file);
   range->file = file;
   range->writable = 0;
   /* Whoever read the old handle holds a slot until it is done with it. */
@@ -471,20 +502,21 @@ int h3_range_detach(h3_range *range, h3_file *file) {
     h3_lock_release(&pager->lock);
     if (status < 0) usleep(1000);
   }
+  if (status == H3_OK && before) h3_file_destroy(before);
   h3_lock_release(&range->flush_lock);
   h3_signals_restore(&saved);
   return status;
 }
 
-int h3_range_take_error(h3_range *range, uint64_t *block) {
-  const int status = atomic_exchange(&range->error, H3_OK);
-  if (status < 0) h3_errors_add(-1);
+/* Zeros that an operation may have seen were there while it ran: they came after it entered, or went after it entered, or
+ * are there still. Whoever finds them takes them away, and whoever enters later meets the failure again. */
+int h3_range_take_error(h3_range *range, uint64_t entered, uint64_t *block) {
+  if (atomic_load(&range->quarantined) == 0 && atomic_load(&range->error_epoch) <= entered) return H3_OK;
   *block = range->error_block;
-  if (atomic_load(&range->quarantined) == 0) return status;
   h3_sigmask saved;
   h3_signals_block(&saved);
-  for (uint64_t i = 0, n = h3_block_count(range); i < n; i++)
+  for (uint64_t i = 0, n = h3_block_count(range); atomic_load(&range->quarantined) && i < n; i++)
     if (atomic_load(&range->blocks[i].word) & H3_QUARANTINE) drop(range, i, 0);
   h3_signals_restore(&saved);
-  return status;
+  return range->error;
 }

@@ -13,15 +13,16 @@
 typedef _Atomic(h3_range *) map_entry;
 static map_entry *_Atomic address_map;
 
-int h3_map_reserve(uint64_t bytes, int protection, char **out) {
+int h3_map_reserve(uint64_t bytes, char **out) {
   const uint64_t granule = 1ull << H3_GRANULE_SHIFT;
   if (h3_fault_hit(H3_FAULT_ALLOC)) return H3_E_NOMEM;
-  char *raw = mmap(NULL, bytes + granule, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char *raw = mmap(NULL, bytes + granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
   char *aligned = (char *)(((uintptr_t)raw + granule - 1) & ~(uintptr_t)(granule - 1));
   if (aligned > raw) munmap(raw, (size_t)(aligned - raw));
   const size_t tail = (size_t)(raw + granule - aligned);
   if (tail) munmap(aligned + bytes, tail);
+  munlock(aligned, bytes); /* a process under mlockall would have the kernel fill all of it */
   *out = aligned;
   return H3_OK;
 }
@@ -261,6 +262,6 @@ int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) {
       continue;
     }
     /* A block that can't be saved now (disk full) may have clean neighbours: try a few others before giving up. */
-    if (status < 0 && (status == H3_E_BUDGET || ++failures >= 64)) return status;
+    if (status < 0 && (status == H3_E_BUDGET || ++failures >= 8)) return status;
   }
 }

@@ -11,23 +11,44 @@
 
 static struct sigaction previous[2]; /* what we found, for addresses that are not ours: SIGBUS, SIGSEGV */
 static _Atomic int needed[2];
-static _Atomic long ops_in_flight, errors_pending;
+static _Atomic long ops_in_flight, zeros_present; /* zeros_present: quarantined blocks of all ranges */
+static _Atomic uint64_t error_epoch; /* moves when zeros come and when they have gone */
 static pthread_mutex_t install_lock = PTHREAD_MUTEX_INITIALIZER; /* guards previous and needed; never taken in a handler */
 H3_TLS int in_foreign, foreign_repeats;
 H3_TLS const void *foreign_address;
+H3_TLS int thread_ops, thread_had_ops; /* operations this thread is in, and whether it ever was in one */
 
-int h3_op_enter(void) {
+uint64_t h3_op_enter(void) {
+  thread_ops++;
+  thread_had_ops = 1;
   atomic_fetch_add(&ops_in_flight, 1);
-  return h3_signals_ours() ? H3_OK : h3_signals_install();
+  if (!h3_signals_ours()) h3_signals_install();
+  return atomic_load(&error_epoch);
 }
 
-long h3_op_leave(void) {
+int h3_op_leave(uint64_t entered) {
+  thread_ops--;
   atomic_fetch_sub(&ops_in_flight, 1);
-  return atomic_load(&errors_pending);
+  return atomic_load(&zeros_present) > 0 || atomic_load(&error_epoch) != entered;
 }
 
-long h3_errors_pending(void) { return atomic_load(&errors_pending); }
-void h3_errors_add(long count) { atomic_fetch_add(&errors_pending, count); }
+void h3_error_mark(h3_range *range) { atomic_store(&range->error_epoch, atomic_fetch_add(&error_epoch, 1) + 1); }
+
+void h3_zeros_gone(h3_range *range) {
+  atomic_fetch_sub(&range->quarantined, 1);
+  atomic_fetch_sub(&zeros_present, 1);
+}
+
+/* An operation will report a failed fill of this thread: its own, or that of the thread it works for. A thread that runs
+ * operations itself but is in none now reads by pointer, and nobody would tell it. */
+static int op_will_report(void) { return thread_ops > 0 || (!thread_had_ops && atomic_load(&ops_in_flight) > 0); }
+
+/* In a child only the forking thread is left. */
+void h3_signals_after_fork(void) {
+  atomic_store(&ops_in_flight, thread_ops);
+  pthread_mutex_init(&install_lock, NULL);
+}
+
 
 static void default_action(int number) {
   struct sigaction action = {.sa_handler = SIG_DFL};
@@ -80,25 +101,37 @@ static void give_up(int number, const h3_range *range, uint64_t block, const cha
 }
 
 /* Zeros of the kernel's in place of a block that cannot be read; the op in flight reports the error and drops them. */
-static int quarantine(h3_range *range, uint64_t index, int status) {
+static int quarantine_held(h3_range *range, uint64_t index, int status) {
   h3_block *block = &range->blocks[index];
   uint32_t seen = atomic_load(&block->word);
   if ((seen & H3_STATE_MASK) != H3_ABSENT) return H3_OK;
+  range->error = status;
+  range->error_block = index;
+  h3_error_mark(range); /* before anybody can see the zeros */
   if (!atomic_compare_exchange_strong(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) return H3_OK;
+  /* Few at a time: zeros that are written to are memory outside the budget. What leaves is reported already. */
+  const uint32_t turn = atomic_fetch_add(&range->ring_at, 1), oldest = range->ring[turn % H3_RING];
+  if (turn >= H3_RING && oldest != index && (atomic_load(&range->blocks[oldest].word) & H3_QUARANTINE))
+    h3_block_forget(range, oldest);
+  range->ring[turn % H3_RING] = (uint32_t)index;
+  atomic_fetch_add(&range->quarantined, 1);
+  atomic_fetch_add(&zeros_present, 1);
   const int placed = h3_block_place_zero(range, index);
   if (placed < 0) {
+    h3_zeros_gone(range);
     h3_block_settle(block, H3_ABSENT, 0);
     return placed;
   }
-  int none = H3_OK;
-  if (atomic_compare_exchange_strong(&range->error, &none, status)) {
-    atomic_store(&range->error_block, index);
-    h3_errors_add(1);
-  }
-  atomic_fetch_add(&range->quarantined, 1);
   block->slot = H3_NO_SLOT;
   h3_block_settle(block, H3_RESIDENT, H3_QUARANTINE);
   return H3_OK;
+}
+
+static int quarantine(h3_range *range, uint64_t index, int status) {
+  h3_lock_acquire(&range->quarantine_lock);
+  const int placed = quarantine_held(range, index, status);
+  h3_lock_release(&range->quarantine_lock);
+  return placed;
 }
 
 static void on_fault(int number, siginfo_t *info, void *context) {
@@ -118,7 +151,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     foreign_repeats = 0;
     atomic_fetch_add(&range->pager->faults, 1);
     int status = h3_block_acquire(range, index, 0, H3_WHY_FAULT);
-    if (status < 0 && atomic_load(&ops_in_flight) > 0) status = quarantine(range, index, status);
+    if (status < 0 && op_will_report()) status = quarantine(range, index, status);
     if (status < 0) give_up(number, range, index, h3_strerror(status));
   }
   errno = saved;

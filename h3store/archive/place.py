@@ -109,7 +109,8 @@ class Place:
 
     def close(self) -> None:
         """Unlocks and closes; a new file that was never published is removed. Closing twice is fine."""
-        if self.pending and self.fd >= 0 and _is_at(self.fd, self._partial):
+        ours = os.getpid() == self._pid  # and not a forked child's, whose parent still writes it
+        if ours and self.pending and self.fd >= 0 and _is_at(self.fd, self._partial):
             os.unlink(self._partial)
         self._drop()
 

@@ -247,6 +247,11 @@ class Writer:
                 self._io = None
             self._place.close()
 
+    def __del__(self) -> None:
+        # Ranges hold their writer: descriptor and lock go with the last of them.
+        if getattr(self, "_io", None) is not None:
+            self.close()
+
     def __enter__(self) -> Writer:
         return self
 

@@ -53,17 +53,22 @@ class PrefixIndex:
         """Returns (entry, block within it) for the longest run of leading full blocks that is stored."""
         wanted = np.array(tokens, dtype="<i4")
         found: list[tuple[str, int]] = []
+        entry = ""
         for block, key in enumerate(chain_hashes(wanted, self.block_tokens, self.seed)):
             place = self._places.get(key)
-            if place is None or not self._same(place, block, wanted):
+            if place is None or not self._same(place, block, wanted, whole=place[0] != entry):
                 break
+            entry = place[0]
             found.append(place)
         return found
 
-    def _same(self, place: tuple[str, int], block: int, wanted: np.ndarray) -> bool:
-        """Whether the entry was made from these very tokens up to the end of this block."""
+    def _same(self, place: tuple[str, int], block: int, wanted: np.ndarray, whole: bool) -> bool:
+        """Whether the entry was made from these very tokens up to the end of this block.
+
+        whole: compare from token 0; else the blocks before were compared with this entry already.
+        """
         first_block, own = self._tokens[place[0]]
         if place[1] != block - first_block:
             return False
-        start, end = block * self.block_tokens, (block + 1) * self.block_tokens
+        start, end = 0 if whole else block * self.block_tokens, (block + 1) * self.block_tokens
         return np.array_equal(own[start:end], wanted[start:end])

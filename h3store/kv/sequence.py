@@ -81,6 +81,9 @@ class KVSequence:
 
     def advance(self, n_tokens: int) -> None:
         """Counts n_tokens as held, once every layer's keys and values of them are written."""
+        self._check_open()
+        if n_tokens < 0:
+            raise UsageError(f"advance by {n_tokens} tokens: must be at least 0; truncate() forgets tokens")
         if self.length + n_tokens > self._n_blocks * self.layout.block_tokens:
             raise UsageError(f"advance by {n_tokens} tokens past the reserved {self._n_blocks} blocks; reserve() first")
         self.length += n_tokens
@@ -108,11 +111,6 @@ class KVSequence:
     def _check_open(self) -> None:
         if self.closed:
             raise UsageError("this KV sequence was closed")
-
-    def raise_error(self) -> None:
-        """Raises what a fault in any of its ranges met, if anything."""
-        for tiered in self._ranges:
-            tiered.raise_error()
 
     def close(self) -> None:
         """Lets go of memory and scratch space. The table must not be used afterwards."""

@@ -4,6 +4,7 @@ Refuses to decide when to publish, or to know models beyond a fingerprint."""
 from __future__ import annotations
 
 import uuid
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from h3store.codec import choose_spec, default_spec
+from h3store.errors import CorruptArchiveError
 from h3store.kv.layout import KVLayout
 from h3store.kv.prefix import PrefixIndex
 from h3store.kv.sequence import KVSequence
@@ -51,11 +53,22 @@ class KVStore:
                 self._index_entry(name.removesuffix("/tokens"))
 
     def _index_entry(self, entry: str) -> None:
-        meta = self.store.record(f"{entry}/blocks").metadata
-        if meta.get("fingerprint") != self.fingerprint:
+        """Indexes an entry that is this model's and whole; any other is left alone."""
+        if f"{entry}/blocks" not in self.store:
             return
-        tokens = self.store.read(f"{entry}/tokens").numpy()
-        self._index.add(entry, int(meta["first_block"]), tokens)
+        record, layout = self.store.record(f"{entry}/blocks"), self.layout
+        if record.metadata.get("fingerprint") != self.fingerprint:
+            return
+        first, item = int(record.metadata.get("first_block", -1)), layout.dtype.itemsize
+        try:
+            tokens = self.store.read(f"{entry}/tokens").numpy()
+        except CorruptArchiveError as error:
+            warnings.warn(f"a stored prefix cannot be used and will be computed again: {error}", stacklevel=3)
+            return
+        shape = (len(tokens) // layout.block_tokens - first, layout.num_layers, layout.block_bytes // item)
+        fits = record.shape == shape and record.chunk_bytes == layout.block_bytes and first >= 0
+        if fits and record.dtype == str(layout.dtype).removeprefix("torch.") and len(tokens) % layout.block_tokens == 0:
+            self._index.add(entry, first, tokens)
 
     def sequence(self, tokens: Sequence[int] = ()) -> KVSequence:
         """Returns a sequence that starts from the longest stored prefix of tokens: whole blocks, never all.

@@ -38,7 +38,7 @@ from h3store.store.encode import (
     torch_dtype,
     zero_table,
 )
-from h3store.tensor import TieredTensor, over_range, range_of
+from h3store.tensor import TieredTensor, over_range
 from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
 from h3store.units import MiB, available_memory, exact_bytes, parse_bytes
@@ -97,6 +97,7 @@ class Store:
         self._ddr_bytes = default_budget() if ddr_bytes is None else parse_bytes(ddr_bytes, "ddr_bytes")
         if self._ddr_bytes < 4096:
             raise BudgetError(f"ddr_bytes={exact_bytes(self._ddr_bytes)} is below one page of 4KiB; give at least 1MiB")
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         _stores.add(self)
         self._pager: Pager | None = None
@@ -190,8 +191,15 @@ class Store:
     @_locked
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
-        if name in self._open and range_of(value) is self._open[name]:
-            return
+        if name in self._open and isinstance(value, TieredTensor):
+            own = self[name]
+            if (value.data_ptr(), value.shape, value.stride(), value.dtype) == (
+                own.data_ptr(),
+                own.shape,
+                own.stride(),
+                own.dtype,
+            ):
+                return
         self.put(name, value)
 
     def _open_range(
@@ -249,6 +257,8 @@ class Store:
         archive = self.archive
         if not isinstance(archive, Writer):
             raise ReadOnlyError(f'{self.path} was opened with mode="r"; open it with mode="r+" to write')
+        if os.getpid() != self._pid:
+            raise ReadOnlyError(f"{self.path} is written by the parent process; a forked child only reads it")
         return archive
 
     def _writable_range(self, name: str, min_bytes: int = 0) -> Range:
@@ -295,9 +305,15 @@ class Store:
     def put(self, name: str, tensor: torch.Tensor | np.ndarray) -> None:
         """Writes a whole tensor, replacing one of that name; durable after commit()."""
         value = torch.from_numpy(tensor) if isinstance(tensor, np.ndarray) else tensor
-        self._open.pop(name, None)
-        self._fresh.discard(name)
         add_tensor(self._writer(), name, value)
+        self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """A tensor was replaced or removed: who still holds it may read it, and must not think that writes are kept."""
+        tiered = self._open.pop(name, None)
+        if tiered is not None:
+            tiered.writable = False
+        self._fresh.discard(name)
 
     @_locked
     def adopt(
@@ -358,10 +374,8 @@ class Store:
     @_locked
     def remove(self, name: str) -> None:
         """Forgets a tensor; durable after commit(). Its bytes in the file become dead space."""
-        self.record(name)
-        self._open.pop(name, None)
-        self._fresh.discard(name)
         self._writer().remove(name)
+        self._let_go(name)
 
     def _save_range(self, name: str, tiered: Range) -> None:
         writer = self._writer()
@@ -409,7 +423,7 @@ class Store:
         if self._archive is None:
             return
         archive = self._archive
-        if isinstance(archive, Writer):
+        if isinstance(archive, Writer) and os.getpid() == self._pid:
             if commit:
                 self.commit()
             self._detach(archive)
