@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from h3store.errors import H3Error
+from h3store.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from h3store import batch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from h3store.tensor import TieredTensor
 
 __all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "batch", "load", "open", "pin", "prefetch", "save"]
-__version__ = "0.1.0"
 
 # Names that come with torch, or with the decoder's own imports: loaded when first asked for, so that the command line
 # answers at once.

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.markup import escape
 from rich.table import Table
 
-from h3store import __version__
 from h3store.console import JobProgress, stdout_console
 from h3store.errors import (
     ArchiveError,
@@ -35,6 +34,7 @@ from h3store.errors import (
     UsageError,
 )
 from h3store.units import counted, format_bytes, parse_bytes
+from h3store.version import __version__
 
 if TYPE_CHECKING:
     from h3store.archive import ArchiveInfo, BadChunk

@@ -24,7 +24,7 @@ ROWS = {
     "archive": 3,
     "pager": 2, "signals": 2, "codec": 2, "attention": 2,
     "_ffi": 1,
-    "units": 0, "metrics": 0, "console": 0,
+    "units": 0, "metrics": 0, "console": 0, "version": 0,
     "errors": -1,  # the tree stands below all, so that row 0 can raise
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
