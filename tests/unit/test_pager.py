@@ -174,7 +174,7 @@ def test_threads_write_and_read_under_eviction(pager: Pager) -> None:
         rng = np.random.default_rng(k)
         mine = np.arange(k, len(view), n_threads)  # cells of one block belong to all threads
         shadow = np.zeros(len(mine), np.int64)
-        for _ in range(60):
+        for _ in range(20):
             picked = rng.integers(0, len(mine), 400)
             values = rng.integers(0, 2**60, 400)
             view[mine[picked]] = values
@@ -191,7 +191,7 @@ def test_threads_write_and_read_under_eviction(pager: Pager) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert pager.stats()["evictions"] > 1000
+    assert pager.stats()["evictions"] > 500
     assert pager.stats()["peak_resident_bytes"] <= 1 * MiB
 
 
