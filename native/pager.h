@@ -3,7 +3,8 @@
  * Locks, in the order they may be taken:
  *   1. h3_registry_lock    the list of pagers, the list of a pager's ranges (create, destroy, fork)
  *   2. range->flush_lock   one flush or resize of a range at a time
- *   3. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
+ *   3. range->quarantine_lock  one failed fill at a time
+ *   4. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
  * A block's word and a context are not locks to be nested: a thread owns at most one block (FILLING or EVICTING) that it
  * was asked for plus one victim, never waits for a block while it owns one, and waits for a context owning no other.
  *
