@@ -105,26 +105,61 @@ static int uffd_copy(h3_pager *pager, char *to, const char *from, uint64_t bytes
   return H3_OK;
 }
 
-static int uffd_move(h3_pager *pager, char *to, char *from, uint64_t bytes) {
-  int busy = 0;
+/* Bytes at the front of a span that lie at `to` and no longer at `from`. Pages under migration count as present. */
+static uint64_t moved_already(char *to, char *from, uint64_t bytes) {
+  unsigned char there[H3_MAX_CHUNK / H3_PAGE], here[H3_MAX_CHUNK / H3_PAGE];
+  const size_t pages = bytes / H3_PAGE;
+  size_t n = 0;
+  if (pages > sizeof there || mincore(to, bytes, there) || mincore(from, bytes, here)) return 0;
+  while (n < pages && (there[n] & 1) && !(here[n] & 1)) n++;
+  return n * H3_PAGE;
+}
+
+/* One page of a slot that stays put (a device holds it, say): its bytes go instead. */
+static int copy_page(h3_pager *pager, char *to, char *from) {
+  const int status = uffd_copy(pager, to, from, H3_PAGE);
+  if (status == H3_OK) madvise(from, H3_PAGE, MADV_DONTNEED);
+  return status;
+}
+
+/* Moves pages that the caller owns, whole or not at all. What the kernel says of partial progress is a lower bound: 6.18
+ * moves pages whose neighbours migrate (memory compaction) and reports fewer, or none with EAGAIN, and then answers EEXIST
+ * for what it has moved. So where it left off is read from the page tables.
+ * from_slot: nobody else writes to the source, so that a page that cannot move may be copied. */
+static int move_pages(h3_pager *pager, char *to, char *from, uint64_t bytes, int from_slot, int undo) {
+  int busy = 0, tries = 0;
   for (uint64_t done = 0; done < bytes;) {
     struct h3_uffdio_move move = {.dst = (uintptr_t)to + done, .src = (uintptr_t)from + done, .len = bytes - done};
-    const int injected = h3_fault_hit(H3_FAULT_IOCTL);
-    if (!injected && ioctl(pager->uffd, H3_UFFDIO_MOVE, &move) == 0) return H3_OK;
-    const int error = injected ? injected : errno;
-    if (!injected && move.move > 0) done += (uint64_t)move.move;
-    else if (error == EAGAIN) continue;
-    else if (error == EBUSY && ++busy < 100) usleep(20);
-    else {
-      /* Put back what moved, so that the block is whole on one side. */
-      for (uint64_t back = 0; back < done;) {
-        struct h3_uffdio_move undo = {.dst = (uintptr_t)from + back, .src = (uintptr_t)to + back, .len = done - back};
-        if (ioctl(pager->uffd, H3_UFFDIO_MOVE, &undo) == 0) break;
-        if (undo.move > 0) back += (uint64_t)undo.move;
-        else if (errno != EAGAIN) break;
-      }
-      return h3_set_errno(error == EBUSY ? H3_E_BUSY : error == ENOMEM ? H3_E_NOMEM : H3_E_IO, error);
+    const int injected = undo ? 0 : h3_fault_hit(H3_FAULT_IOCTL);
+    if ((!injected || injected == EAGAIN) && ioctl(pager->uffd, H3_UFFDIO_MOVE, &move) == 0 && !injected) return H3_OK;
+    const int error = injected ? injected : errno; /* injected EAGAIN: moved, and not reported */
+    if (!injected && move.move > 0) {
+      done += (uint64_t)move.move;
+      continue;
     }
+    if (error == EAGAIN) continue;
+    if (error == EEXIST) {
+      const uint64_t more = moved_already(to + done, from + done, bytes - done);
+      done += more;
+      if (more) continue;
+    }
+    if (error == EBUSY) {
+      if (++busy < 100) {
+        usleep(20);
+        continue;
+      }
+      if (from_slot && copy_page(pager, to + done, from + done) == H3_OK) {
+        done += H3_PAGE;
+        continue;
+      }
+    }
+    if (done && from_slot && ++tries < 2000) { /* others see, and may write, what has arrived: the rest should follow */
+      usleep(1000);
+      continue;
+    }
+    if (done) /* put back what moved, so that the block is whole on one side */
+      while (move_pages(pager, from, to, done, !from_slot, 1) < 0) usleep(1000);
+    return h3_set_errno(error == EBUSY ? H3_E_BUSY : error == ENOMEM ? H3_E_NOMEM : H3_E_IO, error);
   }
   return H3_OK;
 }
@@ -206,7 +241,7 @@ int h3_block_place(h3_range *range, uint64_t block, char *from) {
   h3_pager *pager = range->pager;
   char *to = block_address(range, block);
   const uint64_t bytes = block_span(range, block);
-  if (pager->mode == H3_MODE_MOVE) return uffd_move(pager, to, from, bytes);
+  if (pager->mode == H3_MODE_MOVE) return move_pages(pager, to, from, bytes, 1, 0);
   if (pager->mode == H3_MODE_COPY) return uffd_copy(pager, to, from, bytes);
   return remap(to, from, bytes);
 }
@@ -216,7 +251,7 @@ int h3_block_take(h3_range *range, uint64_t block, char *slot, char **data) {
   char *from = block_address(range, block);
   const uint64_t bytes = block_span(range, block);
   *data = pager->mode == H3_MODE_COPY ? from : slot;
-  if (pager->mode == H3_MODE_MOVE) return uffd_move(pager, slot, from, bytes);
+  if (pager->mode == H3_MODE_MOVE) return move_pages(pager, slot, from, bytes, 0, 0);
   if (pager->mode == H3_MODE_COPY) return range->writable ? uffd_write_protect(pager, from, bytes, 1) : H3_OK;
   return protect_take(from, slot, bytes);
 }

@@ -139,7 +139,8 @@ enum h3_fault_kind {
   H3_FAULT_IOCTL = 3,
   H3_FAULT_KINDS = 4
 };
-/* From the n-th call of kind on (1 = the next), `count` calls fail (-1: for ever) with error_no. n = 0 disarms. */
+/* From the n-th call of kind on (1 = the next), `count` calls fail (-1: for ever) with error_no. n = 0 disarms. EAGAIN on
+ * a move of pages: they are moved, and reported as not moved, as Linux 6.18 does while memory is compacted. */
 void h3_fault_arm(int kind, long n, long count, int error_no);
 /* Calls of the kind that have failed by injection since it was armed. */
 long h3_fault_fired(int kind);

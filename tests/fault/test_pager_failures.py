@@ -3,7 +3,12 @@ right bytes, never others, never a hang, and everything works again afterwards."
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +81,49 @@ def test_nth_failure(delivery: str, kind: str, forever: bool) -> None:
     stats = pager.stats()
     assert stats["pinned_bytes"] == 0
     assert stats["peak_resident_bytes"] <= 96 * KIB
+
+
+def test_a_move_that_the_kernel_does_and_denies_is_found_done() -> None:
+    """Linux 6.18 under memory compaction: pages are moved, the ioctl says EAGAIN with no progress, then EEXIST."""
+    pager = Pager(96 * KIB, "signal")
+    old = torch.randn(40_000)
+    tensor = tiered_copy(old, pager, 8 * KIB)
+    for n in range(1, 40):
+        lib.h3_fault_arm(lib.H3_FAULT_IOCTL, n, 1, errno.EAGAIN)
+        tensor.add_(1)
+        assert lib.h3_fault_fired(lib.H3_FAULT_IOCTL) == 1
+        lib.h3_fault_arm(lib.H3_FAULT_IOCTL, 0, 0, 0)
+        old = old + 1
+        assert torch.equal(tensor.clone(), old)
+    assert pager.stats()["errors"] == 0
+
+
+COMPACTION = Path("/proc/sys/vm/compact_memory")
+
+
+@pytest.mark.skipif(not os.access(COMPACTION, os.W_OK), reason="compacting memory on demand needs root")
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_memory_compaction_under_eviction(delivery: str) -> None:
+    pager = Pager(4 * 1024 * KIB, delivery)
+    values = torch.arange(4 * 1024 * 1024, dtype=torch.int32)  # 16 MiB, four times the budget
+    tensor = tiered_copy(values, pager, 96 * KIB)
+    ended = threading.Event()
+
+    def compact() -> None:
+        while not ended.wait(0.03):
+            COMPACTION.write_text("1")
+
+    compactor = threading.Thread(target=compact)
+    compactor.start()
+    try:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            tensor.add_(1)
+            values.add_(1)
+            assert torch.equal(tensor + 0, values)
+    finally:
+        ended.set()
+        compactor.join()
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
