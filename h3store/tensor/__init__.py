@@ -1,0 +1,5 @@
+"""TieredTensor: a torch tensor over a tiered range, and what happens around an operation on one."""
+
+from h3store.tensor.subclass import TieredTensor, byte_span, in_operation, operands, over_range, range_of
+
+__all__ = ["TieredTensor", "byte_span", "in_operation", "operands", "over_range", "range_of"]
