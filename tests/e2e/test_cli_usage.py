@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import h3store
-from h3store.cli import _exit_code, main
+from h3store.cli.app import _exit_code, main
 from h3store.errors import ArchiveError
 from tests.e2e.conftest import CONTEXT_TOKENS
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from h3store import cli
+from h3store.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    parser = cli._parser()
+    parser = app._parser()
     (action,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     return action.choices
 
