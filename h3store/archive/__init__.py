@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from h3store.archive.contents import Contents
 from h3store.archive.reader import Reader
-from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
+from h3store.archive.records import ACCESS_CHUNK_BYTES, DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
 from h3store.archive.rollback import rollback
 from h3store.archive.verify import ArchiveInfo, BadChunk, TensorInfo, VerifyReport, describe, verify
 from h3store.archive.writer import Writer
 from h3store.codec import CHUNK_DTYPE
 
-__all__ = ["CHUNK_DTYPE", "DEFAULT_CHUNK_BYTES", "ArchiveInfo", "BadChunk", "BaseRef", "Contents", "Reader",
-           "TensorInfo", "TensorRecord", "VerifyReport", "Writer", "describe", "rollback", "verify"]
+__all__ = ["ACCESS_CHUNK_BYTES", "CHUNK_DTYPE", "DEFAULT_CHUNK_BYTES", "ArchiveInfo", "BadChunk", "BaseRef", "Contents",
+           "Reader", "TensorInfo", "TensorRecord", "VerifyReport", "Writer", "describe", "rollback", "verify"]

@@ -15,7 +15,7 @@ import numpy as np
 from h3store.archive.contents import Contents
 from h3store.archive.layout import HEADER_BYTES
 from h3store.archive.reader import Reader
-from h3store.archive.records import ENTRY_BYTES, TensorRecord
+from h3store.archive.records import ACCESS_CHUNK_BYTES, ENTRY_BYTES, TensorRecord
 from h3store.codec import Delta, Filter
 from h3store.errors import ArchiveError, CorruptArchiveError, TensorNotFoundError
 
@@ -23,6 +23,7 @@ __all__ = ["ArchiveInfo", "BadChunk", "TensorInfo", "VerifyReport", "describe", 
 
 # Raw bytes of one task: long enough that the interpreter's share is small, short enough for progress.
 _SPAN_BYTES = 4 * 1024**2
+_ACCESS = {size: name for name, size in ACCESS_CHUNK_BYTES.items()}
 
 Progress = Callable[[int, int], None]
 
@@ -67,7 +68,13 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a description; filters counts chunks by filter and delta, such as {"BYTEPLANE+ROW": 3}."""
+    """One tensor of a description.
+
+    Attributes:
+        access: how it is meant to be read, told by its chunk size: a key of ACCESS_CHUNK_BYTES; None for other sizes.
+        compression: "none" when its writer asked for raw chunks, else "auto".
+        filters: chunks by filter and delta, such as {"BYTEPLANE+ROW": 3}.
+    """
 
     name: str
     dtype: str
@@ -75,6 +82,8 @@ class TensorInfo:
     raw_bytes: int
     stored_bytes: int
     chunk_bytes: int
+    access: str | None
+    compression: str
     filters: dict[str, int]
     base: str | None
 
@@ -139,7 +148,8 @@ def describe(path: str | os.PathLike[str]) -> ArchiveInfo:
             base = f"{record.base.path}:{record.base.name}" if record.base else None
             tensors.append(TensorInfo(record.name, record.dtype, record.shape, record.nbytes,
                                       int(chunks["stored_bytes"].sum(dtype=np.int64)), record.chunk_bytes,
-                                      _histogram(chunks), base))
+                                      _ACCESS.get(record.chunk_bytes),
+                                      "none" if record.spec.is_uncompressed else "auto", _histogram(chunks), base))
             record.chunks = None
         dead = reader.file_bytes - _live_bytes(reader, extents)
         return ArchiveInfo(reader.path, reader.uuid.hex(), reader.sequence, reader.file_bytes, dead,

@@ -14,7 +14,7 @@ from rich.table import Table
 from h3store.cli.flags import DONE, command, print_json
 from h3store.console import JobProgress, stdout_console
 from h3store.errors import CorruptArchiveError
-from h3store.units import counted, format_bytes
+from h3store.units import counted, exact_bytes, format_bytes
 
 if TYPE_CHECKING:
     from h3store.archive import ArchiveInfo, BadChunk
@@ -56,15 +56,18 @@ def _archive_json(info: ArchiveInfo) -> dict[str, Any]:
 
 
 def _print_archive(info: ArchiveInfo) -> None:
-    table = Table("tensor", "dtype", "shape", "raw", "stored", "ratio", "chunks by filter", box=None, pad_edge=False)
-    for column in table.columns[3:6]:
+    table = Table("tensor", "dtype", "shape", "raw", "stored", "ratio", "chunk", "chunks by filter", box=None,
+                  pad_edge=False)
+    for column in table.columns[3:7]:
         column.justify = "right"
     for t in info.tensors:
         filters = ", ".join(f"{name} {count}" for name, count in t.filters.items())
+        filters += " (compression none)" if t.compression == "none" else ""
+        chunk = exact_bytes(t.chunk_bytes) + (f" {t.access}" if t.access in ("random", "stream") else "")
         table.add_row(escape(t.name), t.dtype, " x ".join(map(str, t.shape)) or "scalar", format_bytes(t.raw_bytes),
-                      format_bytes(t.stored_bytes), _ratio(t.raw_bytes, t.stored_bytes), filters)
+                      format_bytes(t.stored_bytes), _ratio(t.raw_bytes, t.stored_bytes), chunk, filters)
     table.add_row("total", "", counted(len(info.tensors), "tensor"), format_bytes(info.raw_bytes),
-                  format_bytes(info.stored_bytes), _ratio(info.raw_bytes, info.stored_bytes), "")
+                  format_bytes(info.stored_bytes), _ratio(info.raw_bytes, info.stored_bytes), "", "")
     stdout_console().print(table)
     print(f"file {format_bytes(info.file_bytes)}, of which {format_bytes(info.dead_bytes)} no longer in use; "
           f"commit {info.sequence}")

@@ -14,8 +14,9 @@ from h3store.codec.spec import (
     Spec,
     default_spec,
     dtype_info,
+    raw_spec,
 )
 from h3store.codec.trial import choose_spec
 
 __all__ = ["CHUNK_DTYPE", "DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Codec", "Delta", "DtypeInfo", "Filter",
-           "Spec", "choose_spec", "decode_chunk", "default_spec", "dtype_info", "encode_chunk"]
+           "Spec", "choose_spec", "decode_chunk", "default_spec", "dtype_info", "encode_chunk", "raw_spec"]

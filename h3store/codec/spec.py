@@ -11,7 +11,7 @@ from h3store._ffi import ffi, lib
 from h3store.errors import UsageError
 
 __all__ = ["DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
-           "default_spec", "dtype_info"]
+           "default_spec", "dtype_info", "raw_spec"]
 
 MIN_CHUNK_BYTES: int = lib.H3_MIN_CHUNK
 MAX_CHUNK_BYTES: int = lib.H3_MAX_CHUNK
@@ -100,7 +100,7 @@ class Spec:
         filter: tried first; a chunk that does not shrink is stored raw.
         delta: subtracted before the filter.
         exp_bits: exponent bits of a float, 0 for other types.
-        level: zstd level, 1 to 3.
+        level: zstd level, 1 to 3; 0 with Filter.RAW: raw because the writer asked for it, see raw_spec.
     """
 
     elem_bytes: int
@@ -117,6 +117,11 @@ class Spec:
     def to_list(self) -> list[int]:
         """The six numbers of the file format, in its order."""
         return [self.elem_bytes, self.row_bytes, int(self.filter), int(self.delta), self.exp_bits, self.level]
+
+    @property
+    def is_uncompressed(self) -> bool:
+        """The writer asked for raw chunks; where a trial found nothing better, level is not 0."""
+        return self.filter == Filter.RAW and self.level == 0
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> Spec:
@@ -157,3 +162,8 @@ def default_spec(dtype: str, row_bytes: int = 0) -> Spec:
         filter_ = Filter.EXPNIBBLE
     rows = row_bytes if row_bytes % info.elem_bytes == 0 and row_bytes < 2**32 else 0
     return replace(Spec(info.elem_bytes, rows), filter=filter_, exp_bits=info.exp_bits)
+
+
+def raw_spec(dtype: str, row_bytes: int = 0) -> Spec:
+    """The spec of a tensor that is never to be compressed; arguments as of default_spec."""
+    return replace(default_spec(dtype, row_bytes), filter=Filter.RAW, level=0)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from h3store.archive import BaseRef, TensorRecord, Writer
-from h3store.codec import CHUNK_DTYPE, Delta, choose_spec, default_spec, dtype_info, encode_chunk
+from h3store.archive import ACCESS_CHUNK_BYTES, DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord, Writer
+from h3store.codec import CHUNK_DTYPE, Delta, Spec, choose_spec, default_spec, dtype_info, encode_chunk, raw_spec
 from h3store.errors import BudgetError, UsageError
 from h3store.pager import Range
 from h3store.tensor import TieredTensor, in_operation, range_of
@@ -22,6 +22,8 @@ __all__ = [
     "add_tensor",
     "check_size",
     "checked_shape",
+    "chunk_bytes_for",
+    "is_compressed",
     "name_of",
     "range_samples",
     "row_bytes_of",
@@ -29,7 +31,7 @@ __all__ = [
     "zero_table",
 ]
 
-CHUNK_BYTES = 64 * 1024
+CHUNK_BYTES = DEFAULT_CHUNK_BYTES
 _SAMPLE_CHUNKS = 4
 MAX_BYTES = 2**43  # of one tensor: with room to grow it must fit the address space
 _TABLE_BYTES = 24 + 32  # of one chunk: its entry here, its block in the pager
@@ -48,6 +50,34 @@ def name_of(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     dtype_info(name)
     return name
+
+
+def chunk_bytes_for(access: str | None, chunk_bytes: int | None = None, usual: int = CHUNK_BYTES) -> int:
+    """Returns the chunk size that a caller asked for in either way; neither: the usual one.
+
+    Raises:
+        UsageError: an unknown access, or both given.
+    """
+    if access is None:
+        return usual if chunk_bytes is None else chunk_bytes
+    if chunk_bytes is not None:
+        raise UsageError(f"access={access!r} and chunk_bytes={chunk_bytes}: either sets the size of chunks; give one")
+    if not isinstance(access, str) or access not in ACCESS_CHUNK_BYTES:
+        raise UsageError(f'access={access!r:.100} is not known; use "default", "random" or "stream"')
+    return ACCESS_CHUNK_BYTES[access]
+
+
+def is_compressed(compression: str | None, usual: bool = True) -> bool:
+    """Whether chunks may be compressed.
+
+    Raises:
+        UsageError: an unknown word.
+    """
+    if compression is None:
+        return usual
+    if not isinstance(compression, str) or compression not in ("auto", "none"):
+        raise UsageError(f'compression={compression!r:.100} is not known; use "auto" or "none"')
+    return compression == "auto"
 
 
 def row_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -133,27 +163,38 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"tensor {name!r} is quantised ({tensor.dtype}); store int_repr() and scales, or dequantize()")
 
 
+def _tried(held: torch.Tensor, base: torch.Tensor | None, dtype: str, row_bytes: int, chunk_bytes: int) -> Spec:
+    base_samples = _tensor_samples(base, chunk_bytes) if base is not None else None
+    return choose_spec(_tensor_samples(held, chunk_bytes), dtype, row_bytes, base_samples)
+
+
 def add_tensor(
     writer: Writer,
     name: str,
     tensor: torch.Tensor,
     base: tuple[BaseRef, TieredTensor, int] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    compress: bool = True,
 ) -> None:
-    """Encodes one tensor into an archive, its spec chosen by trial; durable after commit."""
+    """Encodes one tensor into an archive, its spec chosen by trial unless told not to compress; durable after commit.
+
+    Args:
+        base: what differences are stored to; its chunk size is taken.
+    """
     _check_storable(name, tensor)
     dtype, shape = name_of(tensor.dtype), tuple(tensor.shape)
     if base is not None:
         chunk_bytes = base[2]
     if tensor.numel() == 0:
-        writer.add(name, b"", dtype, shape, default_spec(dtype, 0), chunk_bytes)
+        writer.add(name, b"", dtype, shape, default_spec(dtype) if compress else raw_spec(dtype), chunk_bytes)
         return
     address, held = _flat_bytes(tensor)
     sources = [tiered for source in (held, base[1] if base else held) if (tiered := range_of(source)) is not None]
     with in_operation(sources):
-        samples = _tensor_samples(held, chunk_bytes)
-        base_samples = _tensor_samples(base[1], chunk_bytes) if base else None
-        spec = choose_spec(samples, dtype, row_bytes_of(shape, tensor.dtype), base_samples)
+        row_bytes = row_bytes_of(shape, tensor.dtype)
+        spec = raw_spec(dtype, row_bytes)
+        if compress:
+            spec = _tried(held, base[1] if base else None, dtype, row_bytes, chunk_bytes)
         leans = base is not None and spec.delta == Delta.BASE
         writer.add(
             name,

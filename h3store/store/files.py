@@ -11,7 +11,7 @@ import torch
 
 from h3store.archive import BaseRef, Writer
 from h3store.errors import UsageError
-from h3store.store.encode import add_tensor, name_of
+from h3store.store.encode import add_tensor, chunk_bytes_for, is_compressed, name_of
 from h3store.store.named import Store
 from h3store.tensor import TieredTensor
 from h3store.units import MiB
@@ -20,7 +20,12 @@ __all__ = ["load", "open", "save"]
 
 
 def save(
-    tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    access: str | None = None,
+    compression: str | None = None,
 ) -> None:
     """Writes one archive of named tensors, atomically: the file at path is the old one until all is on disk.
 
@@ -28,7 +33,11 @@ def save(
         tensors: any dtype but quantised ones; views and other devices are copied piece by piece.
         path: of the archive; replaced if it exists.
         base: an archive that holds related tensors of the same names, shapes and dtypes; where a difference is smaller
-            it is what gets stored, and loading needs that archive at the same place relative to this one.
+            it is what gets stored, and loading needs that archive at the same place relative to this one. Takes the
+            chunk sizes of that archive, so that access and compression cannot be given with it.
+        access: how the tensors will be read: "random" (rows here and there: chunks of 16 KiB), "stream" (whole and in
+            order: 512 KiB) or "default" (64 KiB; also None).
+        compression: "none" stores raw bytes; "auto" (also None) what a trial on a sample finds smallest.
 
     Raises:
         UsageError, StorageFullError, ArchiveError: nothing at path has changed.
@@ -37,12 +46,15 @@ def save(
         raise UsageError(f"save() takes a mapping of names to tensors, such as model.state_dict(); got {type(tensors)}")
     if base is not None and os.path.exists(path) and os.path.samefile(base, path):
         raise UsageError(f"{os.fspath(path)}: cannot be saved as a difference to itself; choose another path")
+    if base is not None and (access is not None or compression is not None):
+        raise UsageError("base= stores differences in the chunks of the base; leave access= and compression= out")
+    chunk_bytes, compress = chunk_bytes_for(access), is_compressed(compression)
     is_new = not os.path.lexists(path)
     with Writer(path, "w") as writer, ExitStack() as resources:
         try:
             related = resources.enter_context(Store(base, "r", 64 * MiB)) if base is not None else None
             for name, tensor in tensors.items():
-                add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)))
+                add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)), chunk_bytes, compress)
             writer.commit()
         except BaseException:
             if is_new:  # the writer's empty archive; its lock is still ours

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from h3store.archive import Reader, TensorRecord, Writer
-from h3store.codec import Delta, Spec, choose_spec, default_spec
+from h3store.codec import Delta, Spec, choose_spec, default_spec, raw_spec
 from h3store.errors import (
     BudgetError,
     CorruptArchiveError,
@@ -32,6 +32,8 @@ from h3store.store.encode import (
     add_tensor,
     check_size,
     checked_shape,
+    chunk_bytes_for,
+    is_compressed,
     name_of,
     range_samples,
     row_bytes_of,
@@ -273,14 +275,24 @@ class Store:
 
     @_locked
     def create(
-        self, name: str, shape: int | Sequence[int], dtype: torch.dtype, *, chunk_bytes: int = CHUNK_BYTES
+        self,
+        name: str,
+        shape: int | Sequence[int],
+        dtype: torch.dtype,
+        *,
+        access: str | None = None,
+        compression: str | None = None,
+        chunk_bytes: int | None = None,
     ) -> TieredTensor:
         """Returns a new writable tensor of zeros. Takes no memory or disk until written.
 
         Args:
             name: 1 to 1024 bytes of UTF-8, not yet in the store.
             shape, dtype: as torch.zeros takes them.
-            chunk_bytes: unit of compression and residency, a multiple of 4096 up to 4 MiB; smaller suits random rows.
+            access: how it will be read: "random" (rows here and there: chunks of 16 KiB), "stream" (whole and in order:
+                512 KiB) or "default" (64 KiB; also None).
+            compression: "none" stores raw bytes, now and whenever it is written; "auto" (also None) compresses.
+            chunk_bytes: unit of compression and residency, a multiple of 4096 up to 4 MiB, instead of access.
 
         Raises:
             UsageError: the name exists, or an argument breaks its rule. ReadOnlyError: mode "r".
@@ -289,8 +301,9 @@ class Store:
         if name in writer.records:
             raise UsageError(f"{self.path}: a tensor named {name!r} exists; remove it first, or choose another name")
         sizes, dtype_name = checked_shape(name, shape), name_of(dtype)
-        spec = default_spec(dtype_name, row_bytes_of(sizes, dtype))
-        record = TensorRecord(name, dtype_name, sizes, spec, chunk_bytes)
+        make_spec = default_spec if is_compressed(compression) else raw_spec
+        spec = make_spec(dtype_name, row_bytes_of(sizes, dtype))
+        record = TensorRecord(name, dtype_name, sizes, spec, chunk_bytes_for(access, chunk_bytes))
         check_size(record)
         record.chunks = zero_table(record)
         writer.put(record)
@@ -302,10 +315,25 @@ class Store:
             raise
 
     @_locked
-    def put(self, name: str, tensor: torch.Tensor | np.ndarray) -> None:
-        """Writes a whole tensor, replacing one of that name; durable after commit()."""
+    def put(
+        self,
+        name: str,
+        tensor: torch.Tensor | np.ndarray,
+        *,
+        access: str | None = None,
+        compression: str | None = None,
+    ) -> None:
+        """Writes a whole tensor, replacing one of that name; durable after commit().
+
+        Args:
+            access, compression: as create() takes them; None: those of the tensor that it replaces.
+        """
+        writer = self._writer()
+        old = writer.records.get(name) if isinstance(name, str) else None
+        chunk_bytes = chunk_bytes_for(access, usual=old.chunk_bytes if old else CHUNK_BYTES)
+        compress = is_compressed(compression, usual=not (old and old.spec.is_uncompressed))
         value = torch.from_numpy(tensor) if isinstance(tensor, np.ndarray) else tensor
-        add_tensor(self._writer(), name, value)
+        add_tensor(writer, name, value, None, chunk_bytes, compress)
         self._let_go(name)
 
     def _let_go(self, name: str) -> None:
@@ -381,7 +409,7 @@ class Store:
         writer = self._writer()
         record = writer.records[name]
         shape = self._shapes[name]
-        if name in self._fresh and tiered.nbytes:
+        if name in self._fresh and tiered.nbytes and not record.spec.is_uncompressed:
             spec = choose_spec(range_samples(tiered), record.dtype, record.spec.row_bytes)
             spec = replace(spec, row_bytes=record.spec.row_bytes)
             tiered.set_spec(native_spec(spec))

@@ -40,6 +40,17 @@ def test_inspect_shows_tensors_and_totals(cli: Cli, archive: Path) -> None:
         assert said in table
 
 
+def test_inspect_shows_what_was_declared(cli: Cli, tmp_path: Path) -> None:
+    with h3store.open(tmp_path / "a.h3", mode="w") as store:
+        store.put("table", torch.randn(9_000), access="random", compression="none")
+        store.create("odd", (5,), torch.float32, chunk_bytes=8192)
+    shown = json.loads(cli("inspect", "a.h3", "--json", check=0).stdout)
+    by_name = {t["name"]: (t["chunk_bytes"], t["access"], t["compression"]) for t in shown["tensors"]}
+    assert by_name == {"table": (16384, "random", "none"), "odd": (8192, None, "auto")}
+    table = " ".join(cli("inspect", "a.h3", check=0).stdout.split())
+    assert "16KiB random RAW 3 (compression none)" in table and "8KiB ZERO 1" in table
+
+
 def test_verify_finds_nothing_wrong(cli: Cli, archive: Path) -> None:
     assert "sound" in cli("verify", archive, check=0).stdout
     assert json.loads(cli("verify", archive, "--json", check=0).stdout)["bad"] == []
