@@ -18,6 +18,18 @@ int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes) {
   return h3_xxh64(raw, raw_bytes, 0) != block->chunk.check;
 }
 
+int h3_block_append(h3_range *range, h3_file *file, h3_context *context, uint32_t raw_bytes, h3_chunk *chunk) {
+  uint64_t offset = 0;
+  if (chunk->stored_bytes) {
+    const int status = h3_file_append(file, context->stored, chunk->stored_bytes, &offset);
+    if (status < 0) return status;
+  }
+  chunk->offset = offset;
+  atomic_fetch_add_explicit(&range->pager->bytes_written, chunk->stored_bytes, memory_order_relaxed);
+  atomic_fetch_add_explicit(&range->pager->bytes_encoded, raw_bytes, memory_order_relaxed);
+  return H3_OK;
+}
+
 int h3_block_save(h3_range *range, uint64_t index, const char *raw, const h3_spec *spec, h3_file *file,
                   h3_context *context, h3_chunk *chunk) {
   const uint32_t raw_bytes = h3_raw_bytes(range, index);
@@ -31,16 +43,14 @@ int h3_block_save(h3_range *range, uint64_t index, const char *raw, const h3_spe
   }
   int status = h3_chunk_encode(context->codec, spec, raw, raw_bytes, base, context->stored, H3_MAX_CHUNK, chunk);
   if (status < 0) return status;
-  chunk->offset = 0;
-  if (chunk->stored_bytes) {
-    uint64_t offset = 0;
-    status = h3_file_append(file, context->stored, chunk->stored_bytes, &offset);
-    if (status < 0) return status;
-    chunk->offset = offset;
-  }
-  atomic_fetch_add_explicit(&range->pager->bytes_written, chunk->stored_bytes, memory_order_relaxed);
-  atomic_fetch_add_explicit(&range->pager->bytes_encoded, raw_bytes, memory_order_relaxed);
-  return H3_OK;
+  return h3_block_append(range, file, context, raw_bytes, chunk);
+}
+
+int h3_block_save_change(h3_range *range, uint64_t index, const char *raw, h3_context *context, h3_chunk *chunk) {
+  const h3_spec spec = h3_range_spec(range);
+  if (range->pager->forked) return H3_E_READONLY;
+  const int status = h3_patch_save(range, index, raw, &spec, context, chunk);
+  return status == H3_NOT_PATCHED ? h3_block_save(range, index, raw, &spec, range->file, context, chunk) : status;
 }
 
 static int save_if_dirty(h3_range *range, uint64_t index, const char *raw) {
@@ -49,9 +59,8 @@ static int save_if_dirty(h3_range *range, uint64_t index, const char *raw) {
   if (!range->writable || (atomic_load(&block->word) & (H3_QUARANTINE | H3_DISCARD))) return H3_OK;
   if (!h3_is_dirty(block, raw, h3_raw_bytes(range, index))) return H3_OK;
   h3_chunk chunk;
-  const h3_spec spec = h3_range_spec(range);
   h3_context *context = h3_context_acquire(pager);
-  const int status = h3_block_save(range, index, raw, &spec, range->file, context, &chunk);
+  const int status = h3_block_save_change(range, index, raw, context, &chunk);
   h3_context_release(pager, context);
   if (status < 0) return status;
   h3_lock_acquire(&pager->lock); /* fork copies entries under this lock */

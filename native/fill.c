@@ -27,12 +27,21 @@ void h3_context_release(h3_pager *pager, h3_context *context) {
   if (atomic_load(&pager->context_waiters)) h3_futex_wake(&pager->free_contexts, 1);
 }
 
+/* A block that may change remembers the chunk that it came from whole. */
+static int watched(h3_context *context, h3_range *range, const h3_chunk *chunk, const char *raw, uint32_t raw_bytes, int depth,
+                   int status) {
+  if (status == H3_OK && depth == 0 && context->watch != H3_NO_SLOT)
+    h3_base_remember(range->pager, context->watch, chunk, raw, raw_bytes);
+  return status;
+}
+
 /* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */
 int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth) {
   const uint32_t raw_bytes = h3_raw_bytes(range, block);
+  if (chunk->filter == H3_FILTER_PATCH) return h3_patch_load(context, range, block, chunk, raw, depth);
   if (chunk->stored_bytes == 0 && chunk->filter == H3_FILTER_RAW) { /* never written */
     memset(raw, 0, raw_bytes);
-    return H3_OK;
+    return watched(context, range, chunk, raw, raw_bytes, depth, H3_OK);
   }
   const char *base = NULL;
   if (chunk->delta == H3_DELTA_BASE) {
@@ -50,7 +59,8 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
   }
   atomic_fetch_add_explicit(&range->pager->bytes_read, chunk->stored_bytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&range->pager->bytes_decoded, raw_bytes, memory_order_relaxed);
-  return h3_chunk_decode(context->codec, &range->layout, chunk, context->stored, base, raw, raw_bytes);
+  const int status = h3_chunk_decode(context->codec, &range->layout, chunk, context->stored, base, raw, raw_bytes);
+  return watched(context, range, chunk, raw, raw_bytes, depth, status);
 }
 
 /* Leaves FILLING or EVICTING: the new state, with flags set or cleared, wakes who waits. */
@@ -72,7 +82,10 @@ static int fill(h3_range *range, uint64_t index, int pin) {
   if (status < 0) return status;
   h3_context *context = h3_context_acquire(pager);
   char *raw = pager->mode == H3_MODE_COPY ? context->copy : pager->slots[slot].address;
+  pager->slots[slot].has_base = 0;
+  context->watch = range->writable ? slot : H3_NO_SLOT;
   status = h3_chunk_load(context, range, index, &block->chunk, raw, 0);
+  context->watch = H3_NO_SLOT;
   if (status == H3_OK) {
     memset(raw + raw_bytes, 0, span - raw_bytes);
     status = h3_block_place(range, index, raw);

@@ -61,7 +61,8 @@ enum h3_filter {
   H3_FILTER_ZSTD = 2,      /* one zstd frame */
   H3_FILTER_BYTEPLANE = 3, /* bytes regrouped by significance, each plane raw or zstd */
   H3_FILTER_EXPNIBBLE = 4, /* float exponents as nibbles below the chunk's maximum, sign and mantissa raw */
-  H3_FILTER_COUNT = 5
+  H3_FILTER_COUNT = 5,     /* of those above, which a spec may name */
+  H3_FILTER_PATCH = 5      /* the pages that differ from another chunk; made and read by ranges, not by the codec */
 };
 enum h3_delta {
   H3_DELTA_NONE = 0,

@@ -30,7 +30,7 @@ void h3_signals_restore(const h3_sigmask *saved) { pthread_sigmask(SIG_SETMASK, 
 /* ---- create, destroy ---- */
 
 static void contexts_destroy(h3_pager *pager) {
-  const size_t bytes = (size_t)(2 + H3_MAX_BASE_DEPTH) * (H3_MAX_CHUNK + H3_PAGE);
+  const size_t bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * (H3_MAX_CHUNK + H3_PAGE);
   for (int i = 0; i < pager->n_contexts; i++) {
     if (pager->contexts[i].codec) h3_codec_destroy(pager->contexts[i].codec);
     if (pager->contexts[i].stored) munmap(pager->contexts[i].stored, bytes);
@@ -39,7 +39,7 @@ static void contexts_destroy(h3_pager *pager) {
 
 /* One mapping per context; pages materialise as blocks of that size are worked on. */
 static int contexts_create(h3_pager *pager, int count) {
-  const size_t part = H3_MAX_CHUNK + H3_PAGE, bytes = (size_t)(2 + H3_MAX_BASE_DEPTH) * part;
+  const size_t part = H3_MAX_CHUNK + H3_PAGE, bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * part;
   for (pager->n_contexts = 0; pager->n_contexts < count;) {
     h3_context *context = &pager->contexts[pager->n_contexts++];
     const int injected = h3_fault_hit(H3_FAULT_ALLOC);
@@ -48,7 +48,9 @@ static int contexts_create(h3_pager *pager, int count) {
     if (memory == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, injected ? injected : errno);
     context->stored = memory;
     context->copy = memory + part;
-    for (int depth = 0; depth < H3_MAX_BASE_DEPTH; depth++) context->base[depth] = memory + (size_t)(2 + depth) * part;
+    context->pages = memory + 2 * part;
+    context->watch = H3_NO_SLOT;
+    for (int depth = 0; depth < H3_MAX_BASE_DEPTH; depth++) context->base[depth] = memory + (size_t)(3 + depth) * part;
     const int status = h3_codec_create(&context->codec);
     if (status < 0) return status;
   }
@@ -97,6 +99,10 @@ static int arena_create(h3_pager *pager) {
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (slots == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
   pager->slots = slots;
+  void *hashes = mmap(NULL, (uint64_t)pager->max_slots * sizeof(uint64_t), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (hashes == MAP_FAILED) return h3_set_errno(H3_E_NOMEM, errno);
+  pager->page_hashes = hashes;
   return h3_deliver_register(pager, pager->arena, pager->arena_bytes, 1);
 }
 
@@ -111,6 +117,7 @@ static void pager_free(h3_pager *pager) {
   contexts_destroy(pager);
   if (pager->arena) munmap(pager->arena, pager->arena_bytes);
   if (pager->slots) munmap(pager->slots, (uint64_t)pager->max_slots * sizeof(h3_slot));
+  if (pager->page_hashes) munmap(pager->page_hashes, (uint64_t)pager->max_slots * sizeof(uint64_t));
   if (pager->uffd >= 0) close(pager->uffd);
   free(pager);
 }

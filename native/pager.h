@@ -52,12 +52,16 @@ typedef struct h3_slot {
   uint64_t block;
   uint32_t pages;
   uint32_t prev, next; /* eviction list, or free list through next */
+  int has_base;        /* base, and the hashes of its pages, are those of the block in it; see patch.c */
+  h3_chunk base;       /* written by the block's owner, or a flush that holds it */
 } h3_slot;
 
 typedef struct h3_context {
   h3_codec *codec;
   char *stored;                     /* encoded bytes, H3_MAX_CHUNK + a page */
   char *copy;                       /* raw bytes of one block */
+  char *pages;                      /* changed pages of a patched block */
+  uint32_t watch;                   /* slot whose base h3_chunk_load has to remember, or H3_NO_SLOT */
   char *base[H3_MAX_BASE_DEPTH];    /* raw bytes of base chunks */
 } h3_context;
 
@@ -81,6 +85,7 @@ struct h3_pager {
   uint64_t arena_used;
   h3_slot *slots;
   uint32_t n_slots, max_slots, live_slots, live_limit;
+  uint64_t *page_hashes; /* one per page of the arena: of the chunk that the block in that slot is based on */
   uint32_t warm[H3_CLASSES]; /* free slots that hold pages */
   uint32_t cold[H3_CLASSES]; /* free slots without pages */
   h3_list fifo, cyclic;
@@ -156,7 +161,8 @@ int h3_block_place_zero(h3_range *range, uint64_t block);
 void h3_block_discard(h3_range *range, uint64_t block);
 
 /* range.c */
-void h3_block_forget(h3_range *range, uint64_t block); /* drops a block unsaved */
+/* Evicts a resident block that nobody holds; without save its changes are lost. H3_OK also when it stays. */
+int h3_block_leave(h3_range *range, uint64_t block, int save);
 
 /* fill.c */
 enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1 };
@@ -174,6 +180,20 @@ int h3_evict(h3_pager *pager, uint32_t slot);
 int h3_block_save(h3_range *range, uint64_t block, const char *raw, const h3_spec *spec, h3_file *file,
                   h3_context *context, h3_chunk *chunk);
 int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes);
+
+/* Appends context->stored as chunk's stored bytes; raw_bytes for the counters. */
+int h3_block_append(h3_range *range, h3_file *file, h3_context *context, uint32_t raw_bytes, h3_chunk *chunk);
+/* Saves a changed resident block to the range's file, as a record of its changed pages where they are few. */
+int h3_block_save_change(h3_range *range, uint64_t block, const char *raw, h3_context *context, h3_chunk *chunk);
+
+/* patch.c */
+enum { H3_NOT_PATCHED = 1 };
+/* Keeps a chunk and the hashes of its pages with a slot. */
+void h3_base_remember(h3_pager *pager, uint32_t slot, const h3_chunk *base, const char *raw, uint32_t raw_bytes);
+/* H3_OK, an error, or H3_NOT_PATCHED: too much of the block has changed. */
+int h3_patch_save(h3_range *range, uint64_t block, const char *raw, const h3_spec *spec, h3_context *context,
+                  h3_chunk *chunk);
+int h3_patch_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth);
 
 /* signals.c */
 int h3_signals_needed(int signal_number);

@@ -112,7 +112,7 @@ static int quarantine_held(h3_range *range, uint64_t index, int status) {
   /* Few at a time: zeros that are written to are memory outside the budget. What leaves is reported already. */
   const uint32_t turn = atomic_fetch_add(&range->ring_at, 1), oldest = range->ring[turn % H3_RING];
   if (turn >= H3_RING && oldest != index && (atomic_load(&range->blocks[oldest].word) & H3_QUARANTINE))
-    h3_block_forget(range, oldest);
+    h3_block_leave(range, oldest, 0);
   range->ring[turn % H3_RING] = (uint32_t)index;
   atomic_fetch_add(&range->quarantined, 1);
   atomic_fetch_add(&zeros_present, 1);

@@ -7,10 +7,11 @@ import threading
 
 import numpy as np
 
-from h3store._ffi import lib
+from h3store._ffi import ffi, lib
+from h3store.archive.patches import read_head
 from h3store.archive.reader import Reader
 from h3store.archive.records import TensorRecord
-from h3store.codec import Codec, Delta
+from h3store.codec import Codec, Delta, Filter
 from h3store.errors import CorruptArchiveError, CorruptBlockError
 
 __all__ = ["Contents"]
@@ -35,19 +36,29 @@ class Contents:
             CorruptBlockError: it does not decode to what its check promises.
             CorruptArchiveError, ArchiveNotFoundError: of the table, or of the base archive.
         """
-        reader, entry = self.reader, self.reader.chunks(record)[block]
-        offset = int(entry["offset"])
-        where = f"{reader.path}: tensor {record.name[:80]!r}, block {block} at byte {offset}"
-        stored = reader.io.read(offset, int(entry["stored_bytes"]), f"tensor {record.name[:80]!r}, block {block}")
+        entry = self.reader.chunks(record)[block]
         raw = np.empty(record.chunk_size(block), np.uint8)
-        base = None
-        if entry["delta"] == Delta.BASE:
-            base = self._base_chunk(record, block)
-        status = _codec().decode_into(entry, stored, record.spec, raw, base)
-        if status:
+        if entry["filter"] != Filter.PATCH:
+            self._decode(record, block, entry, raw)
+            return raw
+        io, where = self.reader.io, _where(self.reader, record, block, entry)
+        head = read_head(io, entry, len(raw), self.reader.file_bytes, where)
+        pages = np.empty(head.nbytes, np.uint8)
+        self._decode(record, block, head.base, raw)
+        self._decode(record, block, head.pages, pages)
+        head.apply(raw, pages)
+        if lib.h3_xxh64(ffi.from_buffer(raw), len(raw), 0) != entry["check"]:
+            raise CorruptBlockError(f"{where}: the block fails its check; restore the file from a copy")
+        return raw
+
+    def _decode(self, record: TensorRecord, block: int, entry: np.void, raw: np.ndarray) -> None:
+        reader, where = self.reader, _where(self.reader, record, block, entry)
+        what = f"tensor {record.name[:80]!r}, block {block}"
+        stored = reader.io.read(int(entry["offset"]), int(entry["stored_bytes"]), what)
+        base = self._base_chunk(record, block) if entry["delta"] == Delta.BASE else None
+        if _codec().decode_into(entry, stored, record.spec, raw, base):
             raise CorruptBlockError(f"{where}: stored bytes do not decode to what their check promises; "
                                     "restore the file from a copy")
-        return raw
 
     def span(self, record: TensorRecord, offset: int, nbytes: int) -> np.ndarray:
         """Raw bytes [offset, offset + nbytes) of a tensor: uint8, a copy."""
@@ -91,6 +102,10 @@ class Contents:
             base.close()
             base.reader.close()
         self._bases.clear()
+
+
+def _where(reader: Reader, record: TensorRecord, block: int, entry: np.void) -> str:
+    return f"{reader.path}: tensor {record.name[:80]!r}, block {block} at byte {int(entry['offset'])}"
 
 
 def _codec() -> Codec:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from h3store._ffi import ffi, lib
 from h3store.errors import ArchiveFormatError, CorruptArchiveError
 
-__all__ = ["FEATURE_BASE", "HEADER_BYTES", "MAX_INDEX_BYTES", "SLOT_BYTES", "SLOT_OFFSETS", "Header", "Slot", "xxh64"]
+__all__ = ["FEATURE_BASE", "FEATURE_PATCH", "HEADER_BYTES", "MAX_INDEX_BYTES", "SLOT_BYTES", "SLOT_OFFSETS", "Header",
+           "Slot", "xxh64"]
 
 MAGIC = b"\x89H3S\r\n\x1a\n"
 MAJOR, MINOR = 1, 0
@@ -18,7 +19,8 @@ SLOT_OFFSETS = (512, 1024)
 SLOT_BYTES = 64
 MAX_INDEX_BYTES = 256 * 1024**2
 FEATURE_BASE = 1
-_KNOWN_REQUIRED = FEATURE_BASE
+FEATURE_PATCH = 2
+_KNOWN_REQUIRED = FEATURE_BASE | FEATURE_PATCH
 
 _HEADER = struct.Struct("<8sHHIQQ16s")
 _SLOT = struct.Struct("<QQQQQQQ")

@@ -73,6 +73,6 @@ def bad_entries(record: TensorRecord, chunks: np.ndarray, covered_bytes: int) ->
     bad |= (stored > 0) & ((offset < HEADER_BYTES) | (stored > room))
     bad |= (filter_ == Filter.ZERO) != (stored == 0)
     bad |= (filter_ == Filter.RAW) & (stored != raw)
-    bad |= np.isin(filter_, (Filter.RAW, Filter.ZERO)) & (delta != Delta.NONE)
+    bad |= np.isin(filter_, (Filter.RAW, Filter.ZERO, Filter.PATCH)) & (delta != Delta.NONE)
     bad |= (delta == Delta.ROW) & (record.spec.row_bytes == 0)
     return bad | ((delta == Delta.BASE) & (record.base is None))

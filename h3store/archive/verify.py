@@ -14,9 +14,10 @@ import numpy as np
 
 from h3store.archive.contents import Contents
 from h3store.archive.layout import HEADER_BYTES
+from h3store.archive.patches import patch_bases
 from h3store.archive.reader import Reader
 from h3store.archive.records import ACCESS_CHUNK_BYTES, ENTRY_BYTES, TensorRecord
-from h3store.codec import Delta, Filter
+from h3store.codec import MAX_CHUNK_BYTES, Delta, Filter
 from h3store.errors import ArchiveError, CorruptArchiveError, TensorNotFoundError
 
 __all__ = ["ArchiveInfo", "BadChunk", "TensorInfo", "VerifyReport", "describe", "verify"]
@@ -129,7 +130,12 @@ def _live_bytes(reader: Reader, extents: list[np.ndarray]) -> int:
     return int(np.maximum(0, stops - np.maximum(spans[:, 0], before)).sum())
 
 
-def _extents(chunks: np.ndarray) -> np.ndarray:
+def _extents(reader: Reader, chunks: np.ndarray) -> np.ndarray:
+    """Where a table's chunks lie, with those that patch records lean on: (n, 2), offset and stored bytes."""
+    bases = patch_bases(reader.io, chunks)
+    inside = bases["offset"] <= np.uint64(max(0, reader.file_bytes - MAX_CHUNK_BYTES - 1))
+    inside |= bases["offset"] + bases["stored_bytes"] <= np.uint64(reader.file_bytes)  # they are not checked yet
+    chunks = np.concatenate([chunks, bases[inside & (bases["stored_bytes"] <= MAX_CHUNK_BYTES)]])
     return np.stack([chunks["offset"].astype(np.int64), chunks["stored_bytes"].astype(np.int64)], axis=1)
 
 
@@ -144,7 +150,7 @@ def describe(path: str | os.PathLike[str]) -> ArchiveInfo:
         extents: list[np.ndarray] = []
         for record in reader.records.values():
             chunks = reader.chunks(record)
-            extents.append(_extents(chunks))
+            extents.append(_extents(reader, chunks))
             base = f"{record.base.path}:{record.base.name}" if record.base else None
             tensors.append(TensorInfo(record.name, record.dtype, record.shape, record.nbytes,
                                       int(chunks["stored_bytes"].sum(dtype=np.int64)), record.chunk_bytes,
@@ -210,7 +216,7 @@ def _spans(reader: Reader, report: VerifyReport, extents: list[np.ndarray]) -> I
         except CorruptArchiveError as error:
             report.bad.append(BadChunk(record.name, -1, record.table.offset if record.table else 0, str(error)))
             continue
-        extents.append(_extents(chunks))
+        extents.append(_extents(reader, chunks))
         report.chunks += len(chunks)
         report.raw_bytes += record.nbytes
         report.stored_bytes += int(chunks["stored_bytes"].sum(dtype=np.int64))

@@ -19,12 +19,12 @@ import numpy as np
 from h3store._ffi import check, ffi, lib
 from h3store.archive.fileio import FileIO
 from h3store.archive.index import encode_index
-from h3store.archive.layout import FEATURE_BASE, Header, Slot, xxh64
+from h3store.archive.layout import FEATURE_BASE, FEATURE_PATCH, Header, Slot, xxh64
 from h3store.archive.place import Place
 from h3store.archive.reader import Reader
 from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
 from h3store.archive.tables import bad_entries, read_table, write_tables
-from h3store.codec import CHUNK_DTYPE, Spec
+from h3store.codec import CHUNK_DTYPE, Filter, Spec
 from h3store.errors import StoreClosedError, TensorNotFoundError, UsageError
 
 __all__ = ["Writer"]
@@ -67,6 +67,7 @@ class Writer:
         self.sequence = 0
         self.covered_bytes = 0
         self._index = b""
+        self._patched = 0  # the feature bit, from the first patch record on
         self._lock = threading.RLock()
         self._io: FileIO | None = None
         self._place = Place(self.path, new=mode == "w")
@@ -90,6 +91,7 @@ class Writer:
         with Reader(self.path, fd=self._place.fd) as reader:
             self.uuid, self.records, self.metadata = reader.uuid, reader.records, reader.metadata
             self.sequence, self.covered_bytes = reader.sequence, reader.file_bytes
+            self._patched = reader.slot.required & FEATURE_PATCH
             self._index = reader.io.read(reader.slot.index_offset, reader.slot.index_bytes, "index")
         self._place.truncate(self.covered_bytes)
         self._io = FileIO(self._place.fd, self.covered_bytes, self.path, writable=True)
@@ -148,6 +150,8 @@ class Writer:
                 block = int(np.argmax(bad))
                 raise UsageError(f"{self.path}: tensor {record.name[:80]!r}: entry {block} is {chunks[block]}, outside "
                                  f"the rules of the format or the {self.io.tail} bytes of the file")
+            if (chunks["filter"] == Filter.PATCH).any():
+                self._patched = FEATURE_PATCH
             chunks.flags.writeable = False
             before = self.records.get(record.name)
             kept = before.table if before is not None else None
@@ -231,7 +235,7 @@ class Writer:
 
     def _publish(self, index: bytes) -> None:
         offset = self.io.append(index, "index")
-        required = FEATURE_BASE if any(record.base for record in self.records.values()) else 0
+        required = self._patched | (FEATURE_BASE if any(record.base for record in self.records.values()) else 0)
         slot = Slot(self.sequence + 1, offset, len(index), xxh64(index), offset + len(index), required)
         self.io.sync("chunks and index")
         self.io.overwrite(slot.offset, slot.to_bytes(self.uuid), "commit slot")

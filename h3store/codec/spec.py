@@ -25,6 +25,7 @@ class Filter(IntEnum):
     ZSTD = lib.H3_FILTER_ZSTD
     BYTEPLANE = lib.H3_FILTER_BYTEPLANE
     EXPNIBBLE = lib.H3_FILTER_EXPNIBBLE
+    PATCH = lib.H3_FILTER_PATCH  # of chunks that a range changed in few pages; no spec names it
 
 
 class Delta(IntEnum):
@@ -147,6 +148,8 @@ class Spec:
             raise ValueError(f"exp_bits is {self.exp_bits}, must be below {8 * self.elem_bytes}")
         if not 0 <= self.level <= 3:
             raise ValueError(f"level is {self.level}, must be 0 to 3")
+        if self.filter == Filter.PATCH:
+            raise ValueError("PATCH is a filter of single chunks, not of a spec")
 
 
 def default_spec(dtype: str, row_bytes: int = 0) -> Spec:

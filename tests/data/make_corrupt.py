@@ -34,6 +34,15 @@ FILES: dict[str, tuple[str, str, str]] = {
     "planes-longer-than-stored.h3": ("CorruptBlockError", "verify", "do not decode"),
     "nibble-escapes-missing.h3": ("CorruptBlockError", "verify", "do not decode"),
     "wrong-bytes-right-structure.h3": ("CorruptBlockError", "verify", "do not decode"),
+    "patch-of-a-patch.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-base-past-the-end.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-base-in-the-header.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-without-pages.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-page-past-the-end.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-pages-longer-than-stored.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-cut-in-its-head.h3": ("CorruptBlockError", "verify", "a patch record of 55 bytes"),
+    "patch-page-of-wrong-length.h3": ("CorruptBlockError", "verify", "do not decode"),
+    "patch-with-wrong-pages.h3": ("CorruptBlockError", "verify", "fails its check"),
 }
 
 
@@ -64,6 +73,23 @@ def chunk(stored: bytes, *, filter_: int, offset: int = 4096, size: int | None =
     table = struct.pack("<QQIBBH", offset, check, len(stored) if size is None else size, filter_, 0, 0)
     index = one(table=[4096 + len(stored), 1, f"{xxh64(table):016x}"])
     return archive(index, stored + table)
+
+
+def patch(*, base: tuple[int, int, int] = (0, 0, 1), pages: bytes = b"p" * 4096, size: int | None = None, bits: int = 1,
+          filter_: int = 0, raw: bytes = b"") -> bytes:
+    """A patch record of a chunk of one page; base: offset, stored bytes, filter; raw: what pages decode to."""
+    from h3store.archive.layout import xxh64
+
+    offset, stored, kind = base
+    return (struct.pack("<QQIBBH", offset, 0 if stored else xxh64(bytes(4096)), stored, kind, 0, 0)
+            + struct.pack("<QQIBBH", 0, xxh64(raw or pages), len(pages) if size is None else size, filter_, 0, 0)
+            + struct.pack("<Q", bits) + pages)
+
+
+def frame_of(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=1).compress(data)
 
 
 def header_field(offset: int, value: bytes) -> bytearray:
@@ -104,6 +130,19 @@ def make() -> dict[str, bytes]:
         "nibble-escapes-missing.h3": chunk(nibbles, filter_=4),
         "wrong-bytes-right-structure.h3": chunk(bytes(range(256)) * 16, filter_=0),
     }
+    short = b"p" * 64
+    for name, record in {
+        "patch-of-a-patch.h3": patch(base=(4096, 64, 5), pages=short),
+        "patch-base-past-the-end.h3": patch(base=(2**63, 64, 2), pages=short),
+        "patch-base-in-the-header.h3": patch(base=(512, 64, 2), pages=short),
+        "patch-without-pages.h3": patch(bits=0, pages=b""),
+        "patch-page-past-the-end.h3": patch(bits=2, pages=short),
+        "patch-pages-longer-than-stored.h3": patch(size=2**31, pages=short),
+        "patch-cut-in-its-head.h3": patch(pages=b"")[:55],
+        "patch-page-of-wrong-length.h3": patch(pages=short),
+        "patch-with-wrong-pages.h3": patch(pages=frame_of(b"p" * 4096), filter_=2, raw=b"p" * 4096),
+    }.items():
+        files[name] = chunk(record, filter_=5)
     return {name: bytes(data) for name, data in files.items()}
 
 

@@ -30,6 +30,16 @@ def expected(name: str) -> np.ndarray:
     item = DTYPES[dtype]
     count = 4096 // item + 40 + int(seed)
     values = noise(count, int(seed) * 1000 + sum(map(ord, dtype + kind)))
+    if kind == "patched":
+        raw = expected(f"weights/{dtype}/{seed}")
+        raw[5000:7000] = raw[3000:5000]
+        raw[-100:] = 7
+        return raw
+    if kind == "patched-zero":
+        raw = np.zeros(count * item, np.uint8)
+        raw[5000:7000] = expected(f"weights/{dtype}/{seed}")[3000:5000]
+        raw[-100:] = 7
+        return raw
     if kind == "zero":
         return np.zeros(count * item, np.uint8)
     if kind == "noise":
@@ -93,7 +103,25 @@ def main() -> None:
                            base=ref, base_data=expected("weights/bfloat16/90"))
             writer.commit()
 
-    for file, make in {"v1-filters.h3": filters, "v1-base.h3": base, "v1-leaning.h3": leaning}.items():
+    def patches(path: Path) -> None:
+        """Chunks of four pages of which one changed, on a whole chunk and on zeros."""
+        import torch
+
+        import h3store
+
+        size = len(expected("patched/bfloat16/14000")) // 2
+        with h3store.open(path, mode="w", ddr_bytes="1MiB") as store:
+            tensor = store.create("patched/bfloat16/14000", (size,), torch.bfloat16, chunk_bytes=16384)
+            tensor.view(torch.uint8)[:] = torch.from_numpy(expected("weights/bfloat16/14000"))
+            store.create("patched-zero/bfloat16/14000", (size,), torch.bfloat16, chunk_bytes=16384)
+        with h3store.open(path, mode="r+", ddr_bytes="1MiB") as store:
+            for name in ("patched", "patched-zero"):
+                raw = store[f"{name}/bfloat16/14000"].view(torch.uint8)
+                raw[5000:7000] = torch.from_numpy(expected("patched/bfloat16/14000")[5000:7000])
+                raw[-100:] = 7
+
+    for file, make in {"v1-filters.h3": filters, "v1-base.h3": base, "v1-leaning.h3": leaning,
+                       "v1.1-patches.h3": patches}.items():
         if not (GOLDEN / file).exists():
             make(GOLDEN / file)
             print("made", GOLDEN / file, file=sys.stderr)

@@ -288,7 +288,7 @@ def _entry(**fields: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("entry", [
-    _entry(offset=4095), _entry(offset=2**63), _entry(offset=2**64 - 1), _entry(stored_bytes=4097), _entry(filter=5),
+    _entry(offset=4095), _entry(offset=2**63), _entry(offset=2**64 - 1), _entry(stored_bytes=4097), _entry(filter=6),
     _entry(delta=3), _entry(reserved=1), _entry(filter=Filter.ZERO), _entry(filter=Filter.RAW), _entry(stored_bytes=0),
     _entry(delta=Delta.ROW), _entry(delta=Delta.BASE), _entry(offset=4096 + 100_000)])
 def test_put_refuses_entries_outside_the_format(path: Path, entry: np.ndarray) -> None:
