@@ -25,6 +25,11 @@
 #else
 #define H3_CLONES
 #endif
+/* Functions written in AVX2, and whether they may run here. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define H3_AVX2 __attribute__((target("avx2,bmi,popcnt")))
+#define H3_HAS_AVX2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi"))
+#endif
 #define H3_INLINE static inline __attribute__((always_inline))
 
 /* Remembers err as this thread's h3_last_errno and returns status. Async-signal-safe. */
