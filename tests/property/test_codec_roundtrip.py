@@ -15,7 +15,8 @@ EXP_BITS = {1: (0, 4), 2: (0, 5, 8), 4: (0, 8), 8: (0, 11)}
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
     elem = draw(st.sampled_from([1, 2, 4, 8]))
-    return Spec(elem, elem * draw(st.integers(1, 300)), draw(st.sampled_from(sorted(set(Filter) - {Filter.PATCH}))), draw(st.sampled_from(Delta)),
+    filter_ = draw(st.sampled_from(sorted(set(Filter) - {Filter.PATCH})))
+    return Spec(elem, elem * draw(st.integers(1, 300)), filter_, draw(st.sampled_from(Delta)),
                 draw(st.sampled_from(EXP_BITS[elem])), draw(st.integers(0, 3)))
 
 
