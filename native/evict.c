@@ -8,8 +8,10 @@
 #include "pager.h"
 
 static int all_zero(const char *raw, uint32_t bytes) {
-  /* Compares the buffer with itself one byte on: memcmp is as fast as memory. */
-  return bytes == 0 || (raw[0] == 0 && memcmp(raw, raw + 1, bytes - 1) == 0);
+  static const char zeros[H3_PAGE]; /* stays in the first cache: one stream from memory, not two */
+  for (uint32_t at = 0; at < bytes; at += H3_PAGE)
+    if (memcmp(raw + at, zeros, bytes - at < H3_PAGE ? bytes - at : H3_PAGE)) return 0;
+  return 1;
 }
 
 int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes) {
