@@ -84,8 +84,7 @@ int h3_evict(h3_pager *pager, uint32_t index) {
     if (status == H3_OK) {
       h3_block_taken(range, slot->block);
       atomic_fetch_sub(&range->resident, (uint64_t)slot->pages * H3_PAGE);
-      atomic_fetch_add(&pager->evictions, 1);
-      block->slot = H3_NO_SLOT;
+      atomic_store_explicit(&block->slot, h3_left_stamp(pager), memory_order_relaxed);
       h3_block_settle(block, H3_ABSENT, 0);
       return H3_OK;
     }
@@ -93,7 +92,7 @@ int h3_evict(h3_pager *pager, uint32_t index) {
     while (h3_block_untake(range, slot->block, slot->address) < 0) usleep(1000);
   }
   h3_lock_acquire(&pager->lock);
-  h3_list_push(pager, h3_list_of(pager, range), index);
+  h3_readmit(pager, index);
   pager->in_flight--;
   h3_block_settle(block, H3_RESIDENT, 0);
   h3_lock_release(&pager->lock);

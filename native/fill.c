@@ -98,8 +98,7 @@ static int fill(h3_range *range, uint64_t index, int pin) {
   h3_lock_acquire(&pager->lock);
   pager->slots[slot].range = range;
   pager->slots[slot].block = index;
-  block->slot = slot;
-  h3_list_push(pager, h3_list_of(pager, range), slot);
+  h3_admit(pager, slot);
   pager->in_flight--;
   h3_block_settle(block, H3_RESIDENT, pin ? H3_ONE_PIN : 0);
   h3_lock_release(&pager->lock);

@@ -47,7 +47,7 @@ static int remap(h3_pager *pager, char *address, uint64_t bytes, int accessible)
 static void range_reset(h3_range *range) {
   const uint64_t blocks = h3_block_count(range);
   for (uint64_t i = 0; i < blocks; i++)
-    if (range->blocks[i].word) range->blocks[i].word = 0;
+    if (range->blocks[i].word) range->blocks[i].word = range->blocks[i].slot = 0;
   range->resident = 0;
   while (range->quarantined) h3_zeros_gone(range);
   range->flush_lock.word = range->quarantine_lock.word = 0;

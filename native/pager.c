@@ -110,7 +110,7 @@ void h3_slots_reset(h3_pager *pager) {
   pager->arena_used = pager->charged = pager->pinned = 0;
   pager->n_slots = pager->live_slots = pager->in_flight = 0;
   for (int i = 0; i < H3_CLASSES; i++) pager->warm[i] = pager->cold[i] = H3_NO_SLOT;
-  pager->fifo = pager->cyclic = (h3_list){H3_NO_SLOT, H3_NO_SLOT, 0, 0};
+  for (int i = 0; i < H3_LISTS; i++) pager->lists[i] = (h3_list){H3_NO_SLOT, H3_NO_SLOT, 0, 0};
 }
 
 static void pager_free(h3_pager *pager) {

@@ -41,7 +41,7 @@ enum {
 
 typedef struct h3_block {
   _Atomic uint32_t word;
-  uint32_t slot;
+  _Atomic uint32_t slot; /* while resident its slot, H3_NO_SLOT for quarantined zeros; while absent when it left, see replace.c */
   h3_chunk chunk; /* stored_bytes 0 with filter RAW: never written, all zero. Written under pager->lock, by the block's owner
                      or a flush that holds it; read by those, or under pager->lock */
 } h3_block;
@@ -54,6 +54,8 @@ typedef struct h3_slot {
   uint32_t prev, next; /* eviction list, or free list through next */
   int has_base;        /* base, and the hashes of its pages, are those of the block in it; see patch.c */
   h3_chunk base;       /* written by the block's owner, or a flush that holds it */
+  uint32_t admitted;   /* the pager's count of admissions when its block came */
+  uint8_t list;
 } h3_slot;
 
 typedef struct h3_context {
@@ -64,6 +66,8 @@ typedef struct h3_context {
   uint32_t watch;                   /* slot whose base h3_chunk_load has to remember, or H3_NO_SLOT */
   char *base[H3_MAX_BASE_DEPTH];    /* raw bytes of base chunks */
 } h3_context;
+
+enum { H3_LIST_SCAN, H3_LIST_NEW, H3_LIST_KEPT, H3_LIST_CYCLIC, H3_LISTS };
 
 typedef struct h3_list {
   uint32_t head, tail;
@@ -88,7 +92,8 @@ struct h3_pager {
   uint64_t *page_hashes; /* one per page of the arena: of the chunk that the block in that slot is based on */
   uint32_t warm[H3_CLASSES]; /* free slots that hold pages */
   uint32_t cold[H3_CLASSES]; /* free slots without pages */
-  h3_list fifo, cyclic;
+  h3_list lists[H3_LISTS];
+  uint32_t admissions;
   _Atomic uint32_t largest_block; /* of any range so far, bytes */
   uint64_t charged, peak, pinned; /* pinned: bytes held by h3_range_pin */
   uint32_t in_flight;       /* slots held by fills and evictions under way */
@@ -140,12 +145,16 @@ uint32_t h3_raw_bytes(const h3_range *range, uint64_t block);
 uint32_t h3_class_of(const h3_range *range, uint64_t block);
 uint64_t h3_block_count(const h3_range *range);
 h3_spec h3_range_spec(h3_range *range);
-void h3_list_push(h3_pager *pager, h3_list *list, uint32_t slot);
-void h3_list_remove(h3_pager *pager, h3_list *list, uint32_t slot);
-h3_list *h3_list_of(h3_pager *pager, const h3_range *range);
 /* A free slot of `pages`, evicting as the budget asks. H3_E_BUDGET, or what a write back met. */
 int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out);
 void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
+
+/* replace.c: which block leaves. All but h3_left_stamp under pager->lock */
+void h3_admit(h3_pager *pager, uint32_t slot);   /* the slot's block is coming; sets the block's slot */
+void h3_readmit(h3_pager *pager, uint32_t slot); /* it could not leave after all */
+void h3_retire(h3_pager *pager, uint32_t slot);  /* off its list */
+uint32_t h3_victim(h3_pager *pager);             /* EVICTING and off its list, or H3_NO_SLOT */
+uint32_t h3_left_stamp(h3_pager *pager);         /* counts an eviction */
 
 /* deliver.c: how pages enter and leave, and who hears of a fault */
 int h3_uffd_open(int want_sigbus, uint64_t *features, int *error);

@@ -81,7 +81,7 @@ static int own(h3_range *range, uint64_t index) {
       h3_lock_acquire(&pager->lock);
       const int won = atomic_compare_exchange_strong(&block->word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING);
       if (won) {
-        if (block->slot != H3_NO_SLOT) h3_list_remove(pager, h3_list_of(pager, range), block->slot);
+        if (block->slot != H3_NO_SLOT) h3_retire(pager, block->slot);
         pager->in_flight++;
       }
       h3_lock_release(&pager->lock);

@@ -1,5 +1,5 @@
-/* Address space: ranges, the map from addresses to ranges, the arena's slots and the lists they stand in.
- * Slot lists and accounting are guarded by pager->lock; the map is read without a lock, inside fault handlers. */
+/* Address space: ranges, the map from addresses to ranges, the arena's slots.
+ * Slots and accounting are guarded by pager->lock; the map is read without a lock, inside fault handlers. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
@@ -81,76 +81,6 @@ uint32_t h3_class_of(const h3_range *range, uint64_t block) {
   return size < most ? size : most;
 }
 
-/* ---- lists ---- */
-
-h3_list *h3_list_of(h3_pager *pager, const h3_range *range) { return range->cyclic ? &pager->cyclic : &pager->fifo; }
-
-void h3_list_push(h3_pager *pager, h3_list *list, uint32_t index) {
-  h3_slot *slot = &pager->slots[index];
-  slot->prev = list->tail;
-  slot->next = H3_NO_SLOT;
-  if (list->tail == H3_NO_SLOT)
-    list->head = index;
-  else
-    pager->slots[list->tail].next = index;
-  list->tail = index;
-  list->bytes += (uint64_t)slot->pages * H3_PAGE;
-  list->count++;
-}
-
-void h3_list_remove(h3_pager *pager, h3_list *list, uint32_t index) {
-  h3_slot *slot = &pager->slots[index];
-  if (slot->prev == H3_NO_SLOT)
-    list->head = slot->next;
-  else
-    pager->slots[slot->prev].next = slot->next;
-  if (slot->next == H3_NO_SLOT)
-    list->tail = slot->prev;
-  else
-    pager->slots[slot->next].prev = slot->prev;
-  list->bytes -= (uint64_t)slot->pages * H3_PAGE;
-  list->count--;
-}
-
-/* ---- victims ---- */
-
-/* Takes the block from RESIDENT with no pins to EVICTING. */
-static int claim(h3_pager *pager, uint32_t index) {
-  h3_slot *slot = &pager->slots[index];
-  _Atomic uint32_t *word = &slot->range->blocks[slot->block].word;
-  uint32_t seen = atomic_load(word);
-  while ((seen & H3_STATE_MASK) == H3_RESIDENT && seen < H3_ONE_PIN)
-    if (atomic_compare_exchange_weak(word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING)) return 1;
-  return 0;
-}
-
-/* Oldest first. */
-static uint32_t claim_oldest(h3_pager *pager, h3_list *list) {
-  for (uint32_t i = list->head; i != H3_NO_SLOT; i = pager->slots[i].next)
-    if (claim(pager, i)) return i;
-  return H3_NO_SLOT;
-}
-
-/* Newest first, so that repeated scans keep a fixed part; but not the very newest, which other threads are using. */
-static uint32_t claim_newest(h3_pager *pager, h3_list *list) {
-  uint64_t spare = list->count / 2 < 8 ? list->count / 2 : 8;
-  uint32_t i = list->tail;
-  for (; spare && i != H3_NO_SLOT; spare--) i = pager->slots[i].prev;
-  for (; i != H3_NO_SLOT; i = pager->slots[i].prev)
-    if (claim(pager, i)) return i;
-  return claim_oldest(pager, list);
-}
-
-/* A victim off its list and EVICTING, or H3_NO_SLOT. */
-static uint32_t victim(h3_pager *pager) {
-  const int cyclic_first = pager->cyclic.bytes > pager->fifo.bytes;
-  uint32_t found = cyclic_first ? claim_newest(pager, &pager->cyclic) : claim_oldest(pager, &pager->fifo);
-  if (found == H3_NO_SLOT)
-    found = cyclic_first ? claim_oldest(pager, &pager->fifo) : claim_newest(pager, &pager->cyclic);
-  if (found != H3_NO_SLOT) h3_list_remove(pager, h3_list_of(pager, pager->slots[found].range), found);
-  return found;
-}
-
 /* ---- slots ---- */
 
 static uint32_t pop(h3_pager *pager, uint32_t *head) {
@@ -218,7 +148,7 @@ void h3_slot_release(h3_pager *pager, uint32_t index, int keep_pages) {
 
 /* Evicts one block and frees its slot. H3_OK, or why not; H3_E_BUDGET when everything is pinned. Enters locked. */
 static int make_room(h3_pager *pager, uint32_t pages) {
-  const uint32_t index = victim(pager);
+  const uint32_t index = h3_victim(pager);
   if (index == H3_NO_SLOT) {
     const uint32_t event = atomic_load(&pager->event);
     const int others = pager->in_flight > 0;

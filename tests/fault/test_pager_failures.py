@@ -91,10 +91,13 @@ def test_a_move_that_the_kernel_does_and_denies_is_found_done() -> None:
     for n in range(1, 40):
         lib.h3_fault_arm(lib.H3_FAULT_IOCTL, n, 1, errno.EAGAIN)
         tensor.add_(1)
-        assert lib.h3_fault_fired(lib.H3_FAULT_IOCTL) == 1
+        fired = lib.h3_fault_fired(lib.H3_FAULT_IOCTL)
         lib.h3_fault_arm(lib.H3_FAULT_IOCTL, 0, 0, 0)
         old = old + 1
         assert torch.equal(tensor.clone(), old)
+        if not fired:
+            break
+    assert n > 10
     assert pager.stats()["errors"] == 0
 
 

@@ -72,6 +72,33 @@ def test_many_ranges_share_one_budget(pager: Pager) -> None:
     assert sum(tiered.resident_bytes for tiered in ranges) <= 1 * MiB
 
 
+def test_a_scan_displaces_a_tenth_of_what_is_in_use() -> None:
+    """Hot blocks take 5/8 of the budget; a scan of 8 x the budget passes by, twice."""
+    pager = Pager(8 * MiB)
+    hot = scratch_range(pager, 16 * MiB)
+    big = scratch_range(pager, 64 * MiB)
+    wanted = np.random.default_rng(0).permutation(256)[:80] * 65536
+    hot_bytes, big_bytes = bytes_of(hot), bytes_of(big)
+    hot_bytes[wanted].sum()
+    for _ in range(2):
+        big_bytes[::4096].sum()
+        before = pager.stats()["fills"]
+        hot_bytes[wanted].sum()
+        assert pager.stats()["fills"] - before <= 16
+
+
+def test_blocks_that_come_back_stay() -> None:
+    """Half of the touches go to 80 blocks that fit, half to a walk over 20 x as many: the 80 are mostly hits."""
+    pager = Pager(8 * MiB)
+    view = bytes_of(scratch_range(pager, 128 * MiB))
+    rng = np.random.default_rng(0)
+    touched = [int(rng.integers(0, 80)) if i % 2 else 80 + i % 1900 for i in range(8000)]
+    for block in touched:
+        view[block * 65536]
+    # Compulsory misses: the walk's 4,000. First in, first out makes it nearly 6,000.
+    assert pager.stats()["fills"] < 4000 + 700
+
+
 def test_cyclic_scan_keeps_a_fixed_part(pager: Pager) -> None:
     cyclic = scratch_range(pager, 4 * MiB, cyclic=True)
     view = bytes_of(cyclic)
