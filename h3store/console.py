@@ -67,6 +67,8 @@ class JobProgress:
         """Progress of a job that is one step: units done and in all."""
         if self._bars:
             self._bars.update(self._steps, completed=done, total=total)
+        elif time.monotonic() - self._last_line_s > PLAIN_INTERVAL_S:
+            self._line(f"  {self._title}: {100 * done // max(total, 1)} %")
 
     def token(self, token: int) -> None:
         """One new token of the step in hand."""

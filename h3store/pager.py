@@ -171,6 +171,11 @@ class Range:
         return -(-self.nbytes // self.block_bytes)
 
     @property
+    def base_depth(self) -> int:
+        """How many ranges it leans on, one on another."""
+        return 0 if self.config.base is None else 1 + self.config.base.base_depth
+
+    @property
     def resident_bytes(self) -> int:
         return int(lib.h3_range_resident_bytes(self._native))
 

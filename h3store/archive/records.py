@@ -20,6 +20,9 @@ __all__ = ["ACCESS_CHUNK_BYTES", "DEFAULT_CHUNK_BYTES", "BaseRef", "TableRef", "
 ACCESS_CHUNK_BYTES = {"default": 64 * 1024, "random": 16 * 1024, "stream": 512 * 1024}
 DEFAULT_CHUNK_BYTES = ACCESS_CHUNK_BYTES["default"]
 MAX_NAME_BYTES = 1024
+# A packed folder: the key of its list in an archive's metadata, and the names of what is no weight in it.
+PACKED_KEY = "packed"
+CARRIED_PREFIX = "@files/"
 MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**62
 MAX_METADATA_DEPTH = 16

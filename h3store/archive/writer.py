@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid as uuid_module
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -32,7 +32,11 @@ __all__ = ["Writer"]
 # Raw bytes that native code encodes between two chances for an interrupt: about 0.1 s on one core.
 _PIECE_BYTES = 64 * 1024**2
 
+# The same for bytes that come from a file: a piece at a time, so that memory does not grow with the tensor.
+_READ_BYTES = 16 * 1024**2
+
 Bytes = int | bytes | bytearray | memoryview | np.ndarray
+Source = Callable[[int, int], Bytes]  # (start, stop) to those bytes of the tensor, valid until the next call
 
 
 class Writer:
@@ -46,7 +50,7 @@ class Writer:
         metadata: the writer's own, JSON types; change it in place.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "w") -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: str = "w", *, visible: bool = True) -> None:
         """Opens an archive.
 
         Args:
@@ -54,6 +58,7 @@ class Writer:
             mode: "w" makes a new one: an old file at path stays as it is until the first commit, then it is replaced;
                 where there was none, an empty archive is committed at once. "r+" opens the last commit and cuts off
                 what was appended after it.
+            visible: False keeps a new archive from its path until the first real commit.
 
         Raises:
             ArchiveLockedError: another writer has it. ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError,
@@ -73,18 +78,18 @@ class Writer:
         self._place = Place(self.path, new=mode == "w")
         try:
             if mode == "w":
-                self._start_new()
+                self._start_new(visible)
             else:
                 self._start_at_last_commit()
         except BaseException:
             self.close()
             raise
 
-    def _start_new(self) -> None:
+    def _start_new(self, visible: bool) -> None:
         self.uuid = uuid_module.uuid4().bytes
         self._io = FileIO(self._place.fd, 0, self.path, writable=True)
         self.io.append(Header(self.uuid).to_bytes(), "header")
-        if not self._place.replaces:
+        if visible and not self._place.replaces:
             self.commit()
 
     def _start_at_last_commit(self) -> None:
@@ -159,13 +164,14 @@ class Writer:
                 kept = None
             self.records[record.name] = replace(record, chunks=chunks, metadata=dict(record.metadata), table=kept)
 
-    def add(self, name: str, data: Bytes, dtype: str, shape: tuple[int, ...], spec: Spec,
+    def add(self, name: str, data: Bytes | Source, dtype: str, shape: tuple[int, ...], spec: Spec,
             chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, base: BaseRef | None = None, base_data: Bytes | None = None,
             metadata: Mapping[str, Any] | None = None, threads: int | None = None) -> TensorRecord:
         """Encodes a tensor and appends it; it is durable after commit. Blocks; other Python threads run meanwhile.
 
         Args:
-            data: its bytes in C order, as an address or a contiguous buffer of exactly the tensor's bytes.
+            data: its bytes in C order, as an address, a contiguous buffer of exactly the tensor's bytes, or a function
+                that reads pieces of them.
             base, base_data: for Delta.BASE: the reference to record, and the base tensor's bytes, as long as data.
             threads: encoding threads; None: one per processor.
 
@@ -183,18 +189,23 @@ class Writer:
             raise
         return self.records[name]
 
-    def _encode(self, record: TensorRecord, data: Bytes, base_data: Bytes | None, threads: int) -> None:
-        raw, keep = _pointer(data, record.nbytes, f"{self.path}: data of {record.name[:80]!r}")
+    def _encode(self, record: TensorRecord, data: Bytes | Source, base_data: Bytes | None, threads: int) -> None:
+        what = f"{self.path}: data of {record.name[:80]!r}"
+        raw, keep = (ffi.NULL, None) if callable(data) else _pointer(data, record.nbytes, what)
         base, keep_base = ffi.NULL, None
         if base_data is not None and record.base is not None:
             base, keep_base = _pointer(base_data, record.nbytes, f"{self.path}: base data of {record.name[:80]!r}")
         spec, size = record.spec.to_native(), record.chunk_bytes
-        step = max(1, _PIECE_BYTES // size)
+        step = max(1, (_READ_BYTES if callable(data) else _PIECE_BYTES) // size)
         entries = ffi.cast("h3_chunk *", ffi.from_buffer(record.chunks, require_writable=True))
         for first in range(0, record.n_chunks, step):
             start, stop = first * size, min((first + step) * size, record.nbytes)
             at_base = base + start if base != ffi.NULL else base
-            status = lib.h3_encode_append(self.file, spec, raw + start, stop - start, size, at_base, threads,
+            if callable(data):
+                at_raw, keep = _pointer(data(start, stop), stop - start, what)
+            else:
+                at_raw = raw + start
+            status = lib.h3_encode_append(self.file, spec, at_raw, stop - start, size, at_base, threads,
                                           entries + first)
             check(status, f"{self.path}: write of {record.name[:80]!r}")
         del keep, keep_base

@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
 def _add_demo(commands: Any) -> None:
     parser = command(commands, "demo", _demo, "ask a long document questions under a small memory budget",
                      "h3store demo --document contract.txt --questions 'Who signs it?' --ddr 64MiB")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder (default: "
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder, or packed archive (default: "
                         "SmolLM2-135M-Instruct, fetched once)")
     parser.add_argument("--document", type=Path, metavar="FILE", help="text to ask about (default: a part of the "
                         "Python language reference)")
@@ -66,7 +66,8 @@ def _add_run_batch(commands: Any) -> None:
     parser.add_argument("-i", "--input", type=file, required=True, metavar="FILE", help="requests, one a line")
     parser.add_argument("-o", "--output", type=file, required=True, metavar="FILE",
                         help="results, appended as they finish; the same command again goes on where it stopped")
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder of a model")
+    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER",
+                        help="Hugging Face folder of a model, or packed archive")
     add_model_flags(parser, None)
     parser.add_argument("--hbm", type=size, metavar="SIZE",
                         help="GPU memory for KV blocks; refused today: KV is kept in host memory and on disk")

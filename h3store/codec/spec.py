@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from h3store._ffi import ffi, lib
 from h3store.errors import UsageError
 
-__all__ = ["DTYPES", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
+__all__ = ["DTYPES", "MAX_BASE_DEPTH", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
            "default_spec", "dtype_info", "raw_spec"]
 
 MIN_CHUNK_BYTES: int = lib.H3_MIN_CHUNK
+MAX_BASE_DEPTH: int = lib.H3_MAX_BASE_DEPTH
 MAX_CHUNK_BYTES: int = lib.H3_MAX_CHUNK
 
 

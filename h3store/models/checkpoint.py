@@ -1,4 +1,5 @@
-"""Weights of a Hugging Face folder by name. Owns safetensors lookup and checks; refuses to guess at missing parts."""
+"""Weights of a Hugging Face folder, or of a packed one, by name. Owns lookup and checks; refuses to guess at missing
+parts."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from h3store.errors import CheckpointError, UnsupportedModelError
 from h3store.models.config import read_json
+from h3store.models.source import ModelPath, PackedPath, PackedWeights, model_folder
 
 __all__ = ["Checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# As safetensors and as torch name them.
+_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Checkpoint:
@@ -27,8 +32,8 @@ class Checkpoint:
     The index's weight_map is followed where there is one; files are never found by pattern.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | PackedPath) -> None:
+        self.folder = model_folder(folder)
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         if not self.folder.is_dir():
@@ -47,7 +52,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has neither {_INDEX} nor {_SINGLE}")
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
 
-    def _checked(self, index: Path, names: dict[str, str]) -> dict[str, str]:
+    def _checked(self, index: ModelPath, names: dict[str, str]) -> dict[str, str]:
         for shard in sorted(set(names.values())):
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise CheckpointError(f"{index}: {shard!r} is not a file name")
@@ -58,6 +63,8 @@ class Checkpoint:
     def _open(self, shard: str) -> Any:
         if shard not in self._files:
             path = self.folder / shard
+            if isinstance(path, PackedPath):
+                return self._files.setdefault(shard, PackedWeights(path))
             try:
                 self._files[shard] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -65,9 +72,9 @@ class Checkpoint:
         return self._files[shard]
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[ModelPath]:
         """The weight files, sorted by name."""
-        return sorted(self.folder / shard for shard in set(self._where.values()))
+        return [self.folder / shard for shard in sorted(set(self._where.values()))]
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -76,8 +83,9 @@ class Checkpoint:
         """The element type of a tensor, without reading it; float32 for what is no float of this build."""
         if name not in self:
             raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
-        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        return kinds.get(self._open(self._where[name]).get_slice(name).get_dtype(), torch.float32)
+        file = self._open(self._where[name])
+        kind = file.dtype_of(name) if isinstance(file, PackedWeights) else file.get_slice(name).get_dtype()
+        return _KINDS.get(kind, torch.float32)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Reads one tensor.
@@ -95,7 +103,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: tensor {name!r} of shape {shape} is missing")
         try:
             tensor: Tensor = self._open(shard).get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, KeyError) as error:
             raise CheckpointError(f"{self.folder / shard}: tensor {name!r} does not read: {error}") from error
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{self.folder / shard}: tensor {name!r} has shape {tuple(tensor.shape)}, "
@@ -112,7 +120,7 @@ class Checkpoint:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: str | Path) -> Iterator[Checkpoint]:
+    def open(cls, folder: str | Path | PackedPath) -> Iterator[Checkpoint]:
         """A checkpoint that is closed when the block ends."""
         checkpoint = cls(folder)
         try:

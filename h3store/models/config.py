@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h3store.errors import CheckpointError, UnsupportedModelError
+from h3store.models.source import ModelPath, PackedPath, model_folder
 
 __all__ = ["LlamaConfig", "RopeConfig", "read_config"]
 
@@ -74,11 +75,11 @@ class LlamaConfig:
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     model_type: str = "llama"
-    source: Path = field(default=Path(), compare=False)
+    source: ModelPath = field(default=Path(), compare=False)
 
 
-def read_config(folder: str | Path) -> LlamaConfig:
-    """Reads config.json and generation_config.json of a Hugging Face folder.
+def read_config(folder: str | Path | PackedPath) -> LlamaConfig:
+    """Reads config.json and generation_config.json of a Hugging Face folder, or of a packed one.
 
     Both spellings are accepted: rope_parameters and dtype, or rope_theta, rope_scaling and torch_dtype.
 
@@ -86,9 +87,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         CheckpointError: no or broken config.json, or a value that is missing or contradicts another.
         UnsupportedModelError: a model type, activation, RoPE type or dtype that this build does not run.
     """
-    if Path(folder).is_file():
-        raise CheckpointError(f"{folder} is a file; give a Hugging Face model folder")
-    path = Path(folder) / "config.json"
+    path = model_folder(folder) / "config.json"
     values = read_json(path)
     kind = values.get("model_type")
     if kind not in _MODEL_TYPES:
@@ -101,7 +100,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     return _llama(path, values)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: ModelPath) -> dict[str, Any]:
     """Returns the object in a JSON file; CheckpointError names the file otherwise."""
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -114,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _llama(path: Path, values: dict[str, Any]) -> LlamaConfig:
+def _llama(path: ModelPath, values: dict[str, Any]) -> LlamaConfig:
     heads = _count(path, values, "num_attention_heads")
     kv_heads = _count(path, values, "num_key_value_heads", heads)
     hidden = _count(path, values, "hidden_size")
@@ -144,7 +143,7 @@ def _llama(path: Path, values: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def _count(path: Path, values: dict[str, Any], key: str, default: int | None = None) -> int:
+def _count(path: ModelPath, values: dict[str, Any], key: str, default: int | None = None) -> int:
     value = values.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -152,7 +151,7 @@ def _count(path: Path, values: dict[str, Any], key: str, default: int | None = N
     return value
 
 
-def _number(path: Path, values: dict[str, Any], key: str, default: float | None = None) -> float:
+def _number(path: ModelPath, values: dict[str, Any], key: str, default: float | None = None) -> float:
     value = values.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
@@ -160,7 +159,7 @@ def _number(path: Path, values: dict[str, Any], key: str, default: float | None 
     return float(value)
 
 
-def _dtype(path: Path, values: dict[str, Any]) -> torch.dtype | None:
+def _dtype(path: ModelPath, values: dict[str, Any]) -> torch.dtype | None:
     name = values.get("dtype", values.get("torch_dtype"))
     if name is None:
         return None
@@ -170,7 +169,7 @@ def _dtype(path: Path, values: dict[str, Any]) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def _rope(path: Path, values: dict[str, Any]) -> RopeConfig:
+def _rope(path: ModelPath, values: dict[str, Any]) -> RopeConfig:
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{path}: RoPE parameters are {given!r}; needs an object")
@@ -188,7 +187,7 @@ def _rope(path: Path, values: dict[str, Any]) -> RopeConfig:
                       _number(path, given, "high_freq_factor"), _count(path, given, "original_max_position_embeddings"))
 
 
-def _eos(folder: Path, values: dict[str, Any]) -> frozenset[int]:
+def _eos(folder: ModelPath, values: dict[str, Any]) -> frozenset[int]:
     """Ids of config and generation config together; the tokenizer's own is added where there is a tokenizer."""
     path = folder / "generation_config.json"
     found: set[int] = set()

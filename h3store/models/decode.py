@@ -27,6 +27,7 @@ from h3store.models.fingerprint import fingerprint
 from h3store.models.layers import use_torch_threads
 from h3store.models.llama import Llama, load_weights, rounded_to
 from h3store.models.sampling import Sampler, SamplingParams
+from h3store.models.source import model_folder
 from h3store.models.storage import named_failures, open_store
 from h3store.models.tokenizer import Tokenizer
 from h3store.models.weights import open_weights, packed_path
@@ -87,14 +88,15 @@ class Decoder:
         self._blocks = BlockKV(layout.num_kv_heads, layout.head_dim, layout.dtype, layout.block_tokens)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, dtype: str | torch.dtype | None = None, device: str = "cpu",
-                        weights_ddr_bytes: int | str | None = None, store: str | Path | Store | None = None,
-                        ddr_bytes: int | str | None = None, hbm_bytes: int | str | None = None,
-                        kv_format: str = "native", policy: str = "exact") -> Decoder:
-        """Opens a Hugging Face folder.
+    def from_pretrained(cls, folder_or_archive: str | Path, *, dtype: str | torch.dtype | None = None,
+                        device: str = "cpu", weights_ddr_bytes: int | str | None = None,
+                        store: str | Path | Store | None = None, ddr_bytes: int | str | None = None,
+                        hbm_bytes: int | str | None = None, kv_format: str = "native",
+                        policy: str = "exact") -> Decoder:
+        """Opens a Hugging Face folder, or an archive that `h3store pack` made of one.
 
         Args:
-            folder: config.json, safetensors weights, and usually a tokenizer.
+            folder_or_archive: config.json, safetensors weights, and usually a tokenizer.
             dtype: float32, float16 or bfloat16: what weights are rounded to and KV is kept in. None: the checkpoint's.
                 Activations and sums are float32 whatever it is.
             device: "cpu".
@@ -111,6 +113,7 @@ class Decoder:
             BudgetError: a budget below one block.
         """
         _check_served(device, hbm_bytes, kv_format, policy)
+        folder = model_folder(folder_or_archive)
         config = read_config(folder)
         wanted = _dtype(dtype)
         with ExitStack() as resources, Checkpoint.open(folder) as checkpoint:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from h3store.models.config import LlamaConfig
+from h3store.models.source import ModelPath
 
 __all__ = ["fingerprint"]
 
@@ -17,7 +18,7 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.dtype, kv_format: str,
+def fingerprint(config: LlamaConfig, weight_files: list[ModelPath], kv_dtype: torch.dtype, kv_format: str,
                 rounded: torch.dtype | None = None) -> str:
     """Returns a hexadecimal sha256.
 
@@ -31,7 +32,7 @@ def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.d
     Weight files enter by size, head (where safetensors keeps names and shapes) and 256 pages spread evenly: training
     changes every page, and reading all of a large checkpoint at each start would cost more than it tells.
     """
-    essentials = asdict(config)
+    essentials = asdict(replace(config, source=Path()))
     for name in ("source", "eos_token_ids", "bos_token_id", "max_position_embeddings", "dtype"):
         del essentials[name]
     parts = (_LAYOUT_VERSION, sorted(essentials.items()), str(kv_dtype), kv_format, str(rounded))
@@ -41,10 +42,11 @@ def fingerprint(config: LlamaConfig, weight_files: list[Path], kv_dtype: torch.d
     return digest.hexdigest()
 
 
-def _add_file(digest: hashlib._Hash, path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size}".encode())
+def _add_file(digest: hashlib._Hash, path: ModelPath) -> None:
     with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        digest.update(f"{path.name} {size}".encode())
         head = stream.read(8)
         digest.update(head)
         digest.update(stream.read(min(int.from_bytes(head, "little"), size)))

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer as Backend
 
 from h3store.errors import CheckpointError, RequestError, TokenizerError
 from h3store.models.config import read_json
+from h3store.models.source import PackedPath, model_folder
 
 __all__ = ["Tokenizer"]
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder.
+    """The tokenizer of a Hugging Face folder, or of a packed one.
 
     Args:
         folder: holds tokenizer.json, and may hold tokenizer_config.json, special_tokens_map.json and a chat template.
@@ -28,13 +29,13 @@ class Tokenizer:
         TokenizerError: no tokenizer.json, or files that do not load.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | PackedPath) -> None:
+        self.folder = model_folder(folder)
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{self.folder} has no tokenizer.json; give token ids, or a folder with a tokenizer")
         try:
-            self._backend = Backend.from_file(str(path))
+            self._backend = Backend.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise TokenizerError(f"{path} does not load: {error}") from error
         self._config = self._optional("special_tokens_map.json") | self._optional("tokenizer_config.json")

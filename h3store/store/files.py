@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from h3store.archive import BaseRef, Writer
+from h3store.archive.records import CARRIED_PREFIX, PACKED_KEY
+from h3store.codec import MAX_BASE_DEPTH
 from h3store.errors import UsageError
 from h3store.store.encode import add_tensor, chunk_bytes_for, is_compressed, name_of
 from h3store.store.named import Store
@@ -71,6 +73,8 @@ def _related(
     record = store.record(name)
     if record.shape != tuple(tensor.shape) or record.dtype != name_of(tensor.dtype) or not tensor.numel():
         return None
+    if store.range(name).base_depth >= MAX_BASE_DEPTH - 1:  # one more could not be read
+        return None
     reader = store.archive
     relative = os.path.relpath(store.path, path.parent if str(path.parent) else ".")
     return BaseRef(relative, reader.uuid, reader.sequence, name), store[name], record.chunk_bytes
@@ -79,6 +83,8 @@ def _related(
 def load(path: str | os.PathLike[str], *, ddr_bytes: int | str | None = None) -> dict[str, TieredTensor]:
     """Opens an archive lazily: tensors are read-only, and their blocks are read when touched.
 
+    Of a packed folder it gives the weights, and not the other files.
+
     Args:
         ddr_bytes: budget that all of them share; None: a quarter of the memory that is available now.
 
@@ -86,7 +92,8 @@ def load(path: str | os.PathLike[str], *, ddr_bytes: int | str | None = None) ->
         ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError, BudgetError.
     """
     store = Store(path, "r", ddr_bytes)
-    return {name: store[name] for name in store}
+    is_packed = PACKED_KEY in store.archive.metadata
+    return {name: store[name] for name in store if not (is_packed and name.startswith(CARRIED_PREFIX))}
 
 
 def open(path: str | os.PathLike[str], *, mode: str = "r", ddr_bytes: int | str | None = None) -> Store:

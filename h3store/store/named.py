@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from h3store.archive import Reader, TensorRecord, Writer
-from h3store.codec import Delta, Spec, choose_spec, default_spec, raw_spec
+from h3store.codec import MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
 from h3store.errors import (
     BudgetError,
     CorruptArchiveError,
@@ -238,7 +238,7 @@ class Store:
     def _base_range(self, record: TensorRecord, archive: Reader | Writer, depth: int) -> Range:
         ref = record.base
         assert ref is not None
-        if depth >= 7:
+        if depth >= MAX_BASE_DEPTH - 1:
             raise CorruptArchiveError(
                 f"{archive.path}: tensor {record.name!r} leans on over 8 archives in a row; save it whole"
             )

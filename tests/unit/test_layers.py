@@ -17,7 +17,7 @@ ROWS = {
     "cli": 10,
     "batch": 9, "report": 9, "doctor": 9, "tune": 9, "integrations": 9, "demo": 9,
     "models": 8,
-    "kv": 7,
+    "kv": 7, "modules": 7, "packed": 7,
     "hbf": 6, "store": 6,
     "tensor": 5, "residency": 5,
     "tiers": 4,
