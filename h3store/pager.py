@@ -35,7 +35,9 @@ _ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
 def _in_forked_child() -> None:
     """A child reads what its parent saw; the file's tail is the parent's to write."""
     for tiered in list(_ranges.values()):
-        tiered.writable = False
+        if tiered.writable:
+            tiered.writable = False
+            tiered.origin = None  # it may hold what the parent has not committed
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
@@ -48,8 +50,7 @@ def range_at(address: int) -> Range | None:
 
 def range_holding(address: int) -> Range | None:
     """Returns the live range that this address lies in, or None."""
-    found = (tiered for tiered in list(_ranges.values()) if 0 <= address - tiered.address < tiered.capacity_bytes)
-    return next(found, None)
+    return _ranges.get(int(lib.h3_range_start(address)))
 
 
 def native_probe() -> tuple[int, int]:
@@ -278,6 +279,10 @@ class Range:
         self.writable = False
         self._kept.append((file, owner))
         check(lib.h3_range_detach(self._native, file), f"{self.label}: detach")
+
+    def keep(self, owner: Any) -> None:
+        """Keeps an object alive as long as this range."""
+        self._kept.append(owner)
 
     def raise_error(self, entered: int) -> None:
         """Raises the error of a failed fill that an operation, entered then (h3_op_enter), may have seen; if any."""

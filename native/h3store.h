@@ -201,6 +201,8 @@ int h3_pin_address(const void *address, uint64_t bytes);
 void h3_unpin_address(const void *address, uint64_t bytes);
 /* 1 if the address lies in a live range. */
 int h3_is_tiered(uintptr_t address);
+/* Where the live range that holds the address starts; 0 if none does. */
+uintptr_t h3_range_start(uintptr_t address);
 /* Writes back every changed block among [first, first+count) and copies their entries to chunks (may be NULL).
  * Concurrent writers see no torn block; what they write later is dirty again. Blocks on the disk. */
 int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks);

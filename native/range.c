@@ -249,6 +249,11 @@ void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes) {
 
 int h3_is_tiered(uintptr_t address) { return h3_map_find((const void *)address) != NULL; }
 
+uintptr_t h3_range_start(uintptr_t address) {
+  const h3_range *range = h3_map_find((const void *)address);
+  return range ? (uintptr_t)range->address : 0;
+}
+
 /* Called for every panel that a kernel reads: signals are masked only where there is work to do. */
 static int pin_for_kernel(h3_range *range, uint64_t index) {
   h3_block *block = &range->blocks[index];

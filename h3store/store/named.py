@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 
 from h3store.archive import Reader, TensorRecord, Writer
+from h3store.archive.layout import xxh64
 from h3store.codec import MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
 from h3store.errors import (
     BudgetError,
     CorruptArchiveError,
+    H3Error,
     ReadOnlyError,
     StoreClosedError,
     TensorNotFoundError,
@@ -45,7 +48,9 @@ from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
 from h3store.units import MiB, available_memory, exact_bytes, parse_bytes
 
-__all__ = ["Store", "origin_of"]
+__all__ = ["Origin", "Store", "origin_of", "unchanged_origin"]
+
+Origin = tuple[str, str, tuple[bytes, int]]  # absolute path, tensor, what origin_of says of it
 
 # Writable tensors reserve this much more address space than they have bytes, so that appends need no new range.
 _GROWTH = 4
@@ -122,6 +127,11 @@ class Store:
     @property
     def writable(self) -> bool:
         return self.mode != "r"
+
+    @property
+    def ddr_bytes(self) -> int:
+        """The budget of resident bytes."""
+        return self._ddr_bytes
 
     @property
     def folder(self) -> Path:
@@ -232,8 +242,11 @@ class Store:
         if archive is self._archive:
             self._ranges.add(tiered)
             if not writable and isinstance(archive, Reader):
-                tiered.origin = (os.path.abspath(archive.path), record.name, origin_of(self, record.name))
+                tiered.origin = self._origin(record.name)
         return tiered
+
+    def _origin(self, name: str) -> Origin:
+        return os.path.abspath(self.path), name, origin_of(self.archive, name)
 
     def _base_range(self, record: TensorRecord, archive: Reader | Writer, depth: int) -> Range:
         ref = record.base
@@ -341,6 +354,7 @@ class Store:
         tiered = self._open.pop(name, None)
         if tiered is not None:
             tiered.writable = False
+            tiered.origin = None
         self._fresh.discard(name)
 
     @_locked
@@ -396,6 +410,7 @@ class Store:
         old = self._open[name]
         self._save_range(name, old)
         old.writable = False
+        old.origin = None
         del self._open[name]
         return self._writable_range(name, nbytes)
 
@@ -430,6 +445,8 @@ class Store:
         for name, tiered in list(self._open.items()):
             self._save_range(name, tiered)
         sequence = writer.commit()
+        for name, tiered in self._open.items():
+            tiered.origin = self._origin(name)
         self._fresh.clear()
         return sequence
 
@@ -454,6 +471,9 @@ class Store:
         if isinstance(archive, Writer) and os.getpid() == self._pid:
             if commit:
                 self.commit()
+            else:
+                for tiered in self._open.values():
+                    tiered.origin = None  # it may hold what was never committed
             self._detach(archive)
             archive.close()
         self._archive = None
@@ -476,10 +496,23 @@ class Store:
         self.close(commit=kind is None)
 
 
-def origin_of(store: Store, name: str) -> tuple[bytes, int]:
+def origin_of(archive: Reader | Writer, name: str) -> tuple[bytes, int]:
     """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
-    table = store.record(name).table
-    return store.archive.uuid, table.check if table is not None else 0
+    table = archive.records[name].table
+    return archive.uuid, table.check if table is not None else 0
+
+
+def unchanged_origin(tiered: Range) -> Origin | None:
+    """Returns which committed tensor a range holds, or None if it was changed since, or never was one.
+
+    May block on the disk: changed blocks of a writable range are saved, as eviction would.
+    """
+    if tiered.origin is None or not tiered.writable:
+        return tiered.origin
+    with suppress(H3Error):  # what can't be saved has changed
+        if xxh64(tiered.flush().tobytes()) == tiered.origin[2][1]:
+            return tiered.origin
+    return None
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()

@@ -7,15 +7,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 
 from h3store._ffi import lib
-from h3store.errors import H3Error, ReadOnlyError
-from h3store.pager import Range, range_at
+from h3store.errors import H3Error, ReadOnlyError, UsageError
+from h3store.pager import Range, range_holding
 from h3store.signals import own
+from h3store.tensor import dlpack
 
 __all__ = ["TieredTensor", "operands", "over_range", "range_of"]
 
@@ -44,6 +46,7 @@ _VIEWS = (
     "storage_offset untyped_storage requires_grad_ diagonal movedim swapaxes swapdims unfold"
 )
 _TOUCH_NOTHING = frozenset(_VIEWS.split())
+_BASE = vars(torch._C.TensorBase)["_base"]
 _IN_PLACE_DUNDERS = frozenset(
     {
         "__setitem__",
@@ -87,18 +90,26 @@ class TieredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":
             with _plain():
-                return _retype(func(*args, **kwargs))
+                result = func(*args, **kwargs)
+            # A retyped tensor is a view of the plain one, so its base must stay plain: else bases had bases for ever.
+            return result if getattr(func, "__self__", None) is _BASE else _retype(result)
         return _run(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Returns a plain tensor in ordinary memory with the same values."""
-        copy = _plain_copy(self)
+        copy = pickling.plain_copy(self)
+        for name, value in pickling.python_state(self).items():
+            setattr(copy, name, deepcopy(value, memo))
         memo[id(self)] = copy
         return copy
 
+    def __copy__(self) -> torch.Tensor:
+        """Returns another tensor over the same memory."""
+        return pickling.shallow_copy(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and torch.save write a plain copy: absent memory is never handed to a system call."""
-        return _plain_copy(self).__reduce_ex__(protocol)
+        """Pickles as a reference where an archive holds its values, else by value; torch.save writes values."""
+        return pickling.reduce(self, protocol)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Returns a view that faults as it is touched; not writeable if the tensor is read-only."""
@@ -108,6 +119,28 @@ class TieredTensor(torch.Tensor):
         if tiered is not None and not tiered.writable:
             array.flags.writeable = False
         return array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Returns a capsule over this memory; a read-only tensor's says so.
+
+        Raises:
+            BufferError: read-only, and the consumer speaks a version of DLPack (before 1.0) that cannot say so.
+        """
+        tiered = range_of(self)
+        return dlpack.export(self, read_only=tiered is not None and not tiered.writable, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Points this tensor at other memory, which torch does without asking __torch_function__."""
+        _run(torch.Tensor.set_, (self, *args), kwargs)
+        self._h3_range = None
+        return self
+
+    def share_memory_(self) -> torch.Tensor:
+        """Refuses: shared memory would be a copy that no budget bounds and no commit sees."""
+        raise UsageError(
+            "share_memory_() would copy a TieredTensor out of its store; send the tensor itself to other processes (it "
+            "travels as a reference), or clone() it first"
+        )
 
     def __format__(self, format_spec: str) -> str:
         """A tensor of one element formats as its number, as plain tensors do."""
@@ -126,7 +159,7 @@ def over_range(tiered: Range, dtype: torch.dtype, shape: tuple[int, ...]) -> Tie
     """Returns a tensor over the start of a range; it keeps the range alive."""
     own()
     if 0 in shape:
-        flat = torch.empty(0, dtype=dtype)
+        flat = torch.empty(0, dtype=dtype, device="cpu")
     else:
         count = int(np.prod(shape, dtype=np.int64))
         flat = torch.frombuffer(tiered.buffer(), dtype=dtype, count=count)
@@ -144,7 +177,7 @@ def range_of(tensor: torch.Tensor) -> Range | None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         try:
-            return range_at(tensor.untyped_storage().data_ptr())
+            return range_holding(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):  # no storage to speak of: fake, functional or meta tensors
             return None
 
@@ -161,13 +194,16 @@ def operands(values: Any) -> Iterator[TieredTensor]:
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns (offset, nbytes) of the smallest run of its storage that holds every element."""
+    """Returns (offset, nbytes) of the smallest run that holds every element, from the start of its range, or of its
+    storage where it is ordinary memory."""
     with _plain():
         if tensor.numel() == 0:
             return 0, 0
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         item = tensor.element_size()
-        return int(tensor.storage_offset()) * item, int(last + 1) * item
+        start = int(lib.h3_range_start(tensor.data_ptr()))
+        offset = tensor.data_ptr() - start if start else int(tensor.storage_offset()) * item
+        return offset, int(last + 1) * item
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,15 +317,6 @@ def _retype(result: Any) -> Any:
     return result
 
 
-def _plain_copy(tensor: TieredTensor) -> torch.Tensor:
-    with torch.no_grad():
-        copy = tensor.clone(memory_format=torch.preserve_format)
-    copy = copy.as_subclass(torch.Tensor)
-    if getattr(tensor, "_is_param", False):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
-
-
 @contextmanager
 def in_operation(ranges: Iterable[Range]) -> Iterator[None]:
     """Around foreign code that touches tiered memory: a failed fill raises here instead of ending the process."""
@@ -301,3 +328,8 @@ def in_operation(ranges: Iterable[Range]) -> Iterator[None]:
         lib.h3_op_leave(entered)
         for tiered in held:
             tiered.raise_error(entered)
+
+
+dlpack.take_back(_retype)
+
+from h3store.tensor import pickling  # noqa: E402  # last: it needs the class

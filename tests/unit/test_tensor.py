@@ -14,7 +14,7 @@ import torch
 
 import h3store
 from h3store import TieredTensor
-from h3store.errors import ReadOnlyError
+from h3store.errors import ReadOnlyError, UsageError
 from h3store.pager import Pager
 from tests.tiered import run_python, tiered_copy
 
@@ -49,6 +49,77 @@ def test_views_keep_the_type_and_results_do_not(loaded: tuple[TieredTensor, torc
         assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     for result in (tensor + 1, tensor.clone(), tensor.sum(), tensor.to(torch.bfloat16), tensor[torch.tensor([1, 2])]):
         assert type(result) is torch.Tensor
+
+
+def test_the_base_of_a_view_ends_the_chain(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    view, depth = loaded[0][3], 0
+    while view._is_view():
+        view, depth = view._base, depth + 1
+        assert depth < 4, "code that walks to the base never arrives"
+
+
+def test_dlpack_shares_the_memory_and_read_only_stays_so(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, value = loaded
+    for view, want in ((tensor, value), (tensor[3:9, ::2], value[3:9, ::2]), (tensor[7], value[7])):
+        back = torch.from_dlpack(view)
+        assert type(back) is TieredTensor
+        assert back.data_ptr() == view.data_ptr()
+        assert torch.equal(back, want)
+        with pytest.raises(ReadOnlyError):
+            back.zero_()
+        array = np.from_dlpack(view)
+        assert not array.flags.writeable
+        assert np.array_equal(array, want.numpy())
+        assert array.ctypes.data == view.data_ptr()
+    with pytest.raises(BufferError, match="read-only"):
+        tensor.__dlpack__()  # asks for no version: cannot be told
+    copied = torch.from_dlpack(tensor, copy=True)
+    assert type(copied) is torch.Tensor
+    copied.zero_()
+    assert torch.equal(tensor, value)
+    writable = tiered_copy(value, Pager(MiB))
+    torch.from_dlpack(writable)[0] = 5
+    np.from_dlpack(writable)[1] = 6
+    assert (writable[0] == 5).all()
+    assert (writable[1] == 6).all()
+
+
+def test_shared_memory_is_refused_and_other_memory_may_be_set(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
+    tensor, value = loaded
+    with pytest.raises(UsageError, match=r"share_memory_.*clone"):
+        tensor.share_memory_()
+    writable = tiered_copy(value, Pager(MiB))
+    with pytest.raises(UsageError):
+        writable.share_memory_()
+    with pytest.raises(ReadOnlyError):
+        tensor.set_(torch.ones(3))
+    other = torch.ones(3)
+    writable.set_(other)
+    writable.add_(1)
+    assert other.tolist() == [2, 2, 2]
+    assert torch.equal(tensor, value)
+
+
+def test_default_device_and_dtype_change_nothing(saved: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    h3store.save({"none": torch.ones(0, 3), "w": saved[1]}, tmp_path / "z.h3")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            loaded = h3store.load(tmp_path / "z.h3")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, shape in (("none", (0, 3)), ("w", (512, 1024))):
+        tensor = loaded[name]
+        assert (tensor.device.type, tensor.dtype, tuple(tensor.shape)) == ("cpu", torch.float32, shape)
+    assert torch.equal(loaded["w"], saved[1])
+
+
+def test_printing_a_huge_tensor_touches_its_edges_only(tmp_path: Path) -> None:
+    with h3store.open(tmp_path / "h.h3", mode="w", ddr_bytes="1MiB") as store:
+        tensor = store.create("t", (2**20, 1024), torch.float32)
+        text = repr(tensor)
+        assert text.startswith("TieredTensor([[0., 0., 0.")
+        assert store.stats()["faults"] + store.stats()["prefetches"] <= 16
 
 
 def test_parameter_autograd_and_module(loaded: tuple[TieredTensor, torch.Tensor]) -> None:
