@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ DELIVERIES = {
 _DELIVERY_NAMES = {value: name for name, value in DELIVERIES.items()}
 # Native calls that may be long are cut into pieces, so that Ctrl-C is seen within 100 ms or so.
 _SLICE_BYTES = 8 * MiB
+_PORTION_BYTES = 64 * MiB  # of blocks, which are read at queue depth
 
 _ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
 
@@ -214,6 +216,57 @@ class Range:
             return int(out[0])
 
         return self._sliced(offset, min(nbytes, room), step)
+
+    def _portions(self, offsets: np.ndarray, row_bytes: int) -> Iterator[slice]:
+        """Slices of ascending rows whose blocks hold about _PORTION_BYTES."""
+        blocks = offsets // self.block_bytes
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))  # rows that are the first of a block
+        per_block = max(1, -(-row_bytes // self.block_bytes))
+        cuts = [*starts[:: max(1, _PORTION_BYTES // (self.block_bytes * per_block))].tolist(), len(offsets)]
+        return (slice(start, end) for start, end in pairwise(cuts))
+
+    def read_rows(self, offsets: np.ndarray, positions: np.ndarray, row_bytes: int, out: int) -> None:
+        """Copies rows to ordinary memory, each block read once, whatever the budget. Blocks on the disk; Ctrl-C works.
+
+        Args:
+            offsets: int64, ascending, byte offsets of rows in this range.
+            positions: int64, of each row in out, counted in rows.
+            out: address of the memory for them.
+
+        Raises:
+            CorruptBlockError, ArchiveError: a block could not be read; out is undefined.
+        """
+        failed = ffi.new("uint64_t *")
+        for part in self._portions(offsets, row_bytes):
+            at, to = (ffi.from_buffer("int64_t[]", values[part]) for values in (offsets, positions))
+            n, target = part.stop - part.start, ffi.cast("void *", out)
+            status = lib.h3_rows_gather(self._native, at, to, n, row_bytes, target, failed)
+            if status < 0:
+                self._check_block(status, int(failed[0]) * self.block_bytes)
+
+    def fetch_rows(self, offsets: np.ndarray, row_bytes: int) -> None:
+        """Makes the blocks of rows resident, as many as half the budget holds. A hint: failures show when touched.
+
+        Args:
+            offsets: int64, ascending, byte offsets of rows in this range.
+        """
+        reach = np.arange(0, row_bytes + self.block_bytes - 1, self.block_bytes)
+        ends = np.minimum(reach, row_bytes - 1)
+        blocks = np.unique((offsets[:, None] + ends) // self.block_bytes)
+        self.fetch(blocks[: self.pager.ddr_bytes // 2 // self.block_bytes])
+
+    def fetch(self, blocks: np.ndarray) -> None:
+        """Makes blocks resident, read at queue depth. A hint: failures show when touched.
+
+        Args:
+            blocks: ascending block numbers, as many as fit the budget. Blocks on the disk; Ctrl-C works.
+        """
+        failed = ffi.new("uint64_t *")
+        blocks = np.ascontiguousarray(blocks, np.uint64)
+        step = max(1, _PORTION_BYTES // self.block_bytes)
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step]
+            lib.h3_range_fetch(self._native, ffi.from_buffer("uint64_t[]", part), len(part), failed)
 
     def pin(self, offset: int, nbytes: int) -> None:
         """Holds bytes resident until as many unpin calls. Blocks on the disk.

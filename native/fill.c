@@ -21,6 +21,7 @@ h3_context *h3_context_acquire(h3_pager *pager) {
 }
 
 void h3_context_release(h3_pager *pager, h3_context *context) {
+  context->window = NULL;
   const uint32_t bit = 1u << (context - pager->contexts);
   atomic_fetch_or(&pager->free_contexts, bit);
   /* One wake for each release, also when another context is free: the thread that its release woke may not be up yet. */
@@ -33,6 +34,19 @@ static int watched(h3_context *context, h3_range *range, const h3_chunk *chunk, 
   if (status == H3_OK && depth == 0 && context->watch != H3_NO_SLOT)
     h3_base_remember(range->pager, context->watch, chunk, raw, raw_bytes);
   return status;
+}
+
+/* A chunk's encoded bytes: from what was read ahead, else from the file. */
+static int stored_bytes(h3_context *context, h3_range *range, const h3_chunk *chunk, char **out) {
+  h3_file *file = range->file;
+  const h3_window *window = context->window;
+  if (window && window->file == file && chunk->offset >= window->offset &&
+      chunk->offset - window->offset <= window->bytes &&
+      chunk->stored_bytes <= window->bytes - (chunk->offset - window->offset)) {
+    *out = window->data + (chunk->offset - window->offset);
+    return H3_OK;
+  }
+  return h3_file_read_direct(file, chunk->offset, chunk->stored_bytes, context->stored, out);
 }
 
 /* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */
@@ -53,13 +67,14 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
     base = context->base[depth];
   }
   if (chunk->stored_bytes > raw_bytes) return H3_E_CORRUPT;
+  char *stored = context->stored;
   if (chunk->stored_bytes) {
-    const int status = h3_file_read(range->file, chunk->offset, context->stored, chunk->stored_bytes);
+    const int status = stored_bytes(context, range, chunk, &stored);
     if (status < 0) return status;
   }
   atomic_fetch_add_explicit(&range->pager->bytes_read, chunk->stored_bytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&range->pager->bytes_decoded, raw_bytes, memory_order_relaxed);
-  const int status = h3_chunk_decode(context->codec, &range->layout, chunk, context->stored, base, raw, raw_bytes);
+  const int status = h3_chunk_decode(context->codec, &range->layout, chunk, stored, base, raw, raw_bytes);
   return watched(context, range, chunk, raw, raw_bytes, depth, status);
 }
 
@@ -72,21 +87,24 @@ void h3_block_settle(h3_block *block, uint32_t state, uint32_t set) {
   if (seen & H3_WAITERS) h3_futex_wake(&block->word, INT32_MAX);
 }
 
-static int fill(h3_range *range, uint64_t index, int pin) {
+static int fill(h3_range *range, uint64_t index, int pin, const h3_fill_with *with) {
   h3_pager *pager = range->pager;
   h3_block *block = &range->blocks[index];
   const uint64_t span = (uint64_t)h3_pages_of(range, index) * H3_PAGE;
   const uint32_t raw_bytes = h3_raw_bytes(range, index);
   uint32_t slot = H3_NO_SLOT;
-  int status = h3_slot_acquire(pager, h3_class_of(range, index), &slot);
+  const uint32_t pages = h3_class_of(range, index);
+  int status = with ? h3_slot_acquire_idle(pager, pages, &slot) : h3_slot_acquire(pager, pages, &slot);
   if (status < 0) return status;
   h3_context *context = h3_context_acquire(pager);
+  context->window = with ? with->window : NULL;
   char *raw = pager->mode == H3_MODE_COPY ? context->copy : pager->slots[slot].address;
   pager->slots[slot].has_base = 0;
   context->watch = range->writable ? slot : H3_NO_SLOT;
   status = h3_chunk_load(context, range, index, &block->chunk, raw, 0);
   context->watch = H3_NO_SLOT;
   if (status == H3_OK) {
+    if (with && with->visit) with->visit(with->argument, index, raw);
     memset(raw + raw_bytes, 0, span - raw_bytes);
     status = h3_block_place(range, index, raw);
   }
@@ -109,6 +127,27 @@ static int fill(h3_range *range, uint64_t index, int pin) {
   return H3_OK;
 }
 
+int h3_block_claim(h3_range *range, uint64_t index) {
+  uint32_t seen = atomic_load(&range->blocks[index].word);
+  while ((seen & H3_STATE_MASK) == H3_ABSENT)
+    if (atomic_compare_exchange_weak(&range->blocks[index].word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) return 1;
+  return 0;
+}
+
+static int fill_claimed(h3_range *range, uint64_t index, int pin, const h3_fill_with *with) {
+  const int status = fill(range, index, pin, with);
+  if (status < 0) {
+    atomic_fetch_add(&range->pager->errors, 1);
+    h3_block_settle(&range->blocks[index], H3_ABSENT, 0);
+  }
+  return status;
+}
+
+int h3_block_fill(h3_range *range, uint64_t index, const h3_fill_with *with) {
+  atomic_fetch_add(&range->pager->prefetches, 1);
+  return fill_claimed(range, index, 0, with);
+}
+
 int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
   h3_block *block = &range->blocks[index];
   uint32_t seen = atomic_load(&block->word);
@@ -120,12 +159,25 @@ int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
     } else if (state == H3_ABSENT) {
       if (!atomic_compare_exchange_weak(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) continue;
       if (why == H3_WHY_PREFETCH) atomic_fetch_add(&range->pager->prefetches, 1);
-      const int status = fill(range, index, pin);
-      if (status < 0) {
-        atomic_fetch_add(&range->pager->errors, 1);
-        h3_block_settle(block, H3_ABSENT, 0);
-      }
-      return status;
+      return fill_claimed(range, index, pin, NULL);
+    } else {
+      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
+      atomic_fetch_add(&range->pager->waits, 1);
+      h3_futex_wait(&block->word, seen | H3_WAITERS);
+      seen = atomic_load(&block->word);
+    }
+  }
+}
+
+int h3_block_hold(h3_range *range, uint64_t index) {
+  h3_block *block = &range->blocks[index];
+  uint32_t seen = atomic_load(&block->word);
+  for (;;) {
+    const uint32_t state = seen & H3_STATE_MASK;
+    if (state == H3_ABSENT) return 0;
+    if (state == H3_RESIDENT) {
+      if (seen & H3_QUARANTINE) return range->error < 0 ? range->error : H3_E_CORRUPT;
+      if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return 1;
     } else {
       if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
       atomic_fetch_add(&range->pager->waits, 1);

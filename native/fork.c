@@ -49,6 +49,7 @@ static void range_reset(h3_range *range) {
   for (uint64_t i = 0; i < blocks; i++)
     if (range->blocks[i].word) range->blocks[i].word = range->blocks[i].slot = 0;
   range->resident = 0;
+  range->readers = 0;
   while (range->quarantined) h3_zeros_gone(range);
   range->flush_lock.word = range->quarantine_lock.word = 0;
 }
@@ -79,6 +80,7 @@ static void in_child(void) {
   static const char failed[] = "h3store: tiered memory could not be set up again after fork; touching it will end this process\n";
   h3_registry_lock.word = 0;
   h3_signals_after_fork();
+  h3_pool_after_fork();
   for (h3_pager *pager = h3_registry; pager; pager = pager->next) {
     if (rebuild(pager) == H3_OK) atomic_fetch_add(&repairs, 1);
     else if (write(STDERR_FILENO, failed, sizeof failed - 1) < 0) errno = 0;

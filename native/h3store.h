@@ -193,6 +193,24 @@ void *h3_range_address(const h3_range *range);
 /* Makes [offset, offset+bytes) resident, as far as the budget allows without evicting what this call brought in.
  * Blocks on the disk. Returns the first error; done gets the bytes made resident. */
 int h3_range_prefetch(h3_range *range, uint64_t offset, uint64_t bytes, uint64_t *done);
+/* The same for a list of blocks (ascending, distinct, below the block count, else H3_E_INVALID): read at queue depth,
+ * decoded in parallel. A block that fails fails no other; the status and failed are those of the lowest. More blocks than
+ * the budget holds push one another out. */
+int h3_range_fetch(h3_range *range, const uint64_t *blocks, uint64_t n, uint64_t *failed);
+/* Rows at base + index * stride of row_bytes each; indices from 0 to rows - 1, or from -rows where wrap is set. */
+typedef struct h3_row_set {
+  uint64_t base, stride, row_bytes;
+  int64_t rows;
+  int wrap;
+} h3_row_set;
+enum h3_rows_states { H3_ROWS_ABSENT = 0, H3_ROWS_RESIDENT = 1 };
+/* Whether everything of the rows is resident now. H3_E_INVALID: an index, or a row, lies outside. */
+int h3_rows_state(h3_range *range, const h3_row_set *set, const int64_t *index, uint64_t n);
+/* Copies n rows of row_bytes at byte offsets (ascending) of the range to out + position * row_bytes, each block read once,
+ * at queue depth. Blocks stay resident only where the budget has room left: nothing is evicted. Blocks on the disk.
+ * out must be ordinary memory. On an error, that of the lowest block that failed, out is undefined. */
+int h3_rows_gather(h3_range *range, const int64_t *offsets, const int64_t *positions, uint64_t n, uint64_t row_bytes,
+                   void *out, uint64_t *failed);
 /* Counted hold: resident until unpinned. H3_E_BUDGET when it can't fit; then nothing stays pinned. */
 int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes);
 void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes);

@@ -30,7 +30,7 @@ void h3_signals_restore(const h3_sigmask *saved) { pthread_sigmask(SIG_SETMASK, 
 /* ---- create, destroy ---- */
 
 static void contexts_destroy(h3_pager *pager) {
-  const size_t bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * (H3_MAX_CHUNK + H3_PAGE);
+  const size_t bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * (H3_MAX_CHUNK + H3_READ_SLACK);
   for (int i = 0; i < pager->n_contexts; i++) {
     if (pager->contexts[i].codec) h3_codec_destroy(pager->contexts[i].codec);
     if (pager->contexts[i].stored) munmap(pager->contexts[i].stored, bytes);
@@ -39,7 +39,7 @@ static void contexts_destroy(h3_pager *pager) {
 
 /* One mapping per context; pages materialise as blocks of that size are worked on. */
 static int contexts_create(h3_pager *pager, int count) {
-  const size_t part = H3_MAX_CHUNK + H3_PAGE, bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * part;
+  const size_t part = H3_MAX_CHUNK + H3_READ_SLACK, bytes = (size_t)(3 + H3_MAX_BASE_DEPTH) * part;
   for (pager->n_contexts = 0; pager->n_contexts < count;) {
     h3_context *context = &pager->contexts[pager->n_contexts++];
     const int injected = h3_fault_hit(H3_FAULT_ALLOC);

@@ -4,7 +4,9 @@
  *   1. h3_registry_lock    the list of pagers, the list of a pager's ranges (create, destroy, fork)
  *   2. range->flush_lock   one flush or resize of a range at a time
  *   3. range->quarantine_lock  one failed fill at a time
- *   4. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
+ *   4. pool.lock, job->lock (fetch.c): who works on what. The fetch pool's workers own several blocks at once, those of one
+ *      read, and wait for nobody else's block while they do: what others own is served last.
+ *   5. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
  * A block's word and a context are not locks to be nested: a thread owns at most one block (FILLING or EVICTING) that it
  * was asked for plus one victim, never waits for a block while it owns one, and waits for a context owning no other.
  *
@@ -58,13 +60,21 @@ typedef struct h3_slot {
   uint8_t list;
 } h3_slot;
 
+/* Bytes of a file that somebody has read ahead of their use. */
+typedef struct h3_window {
+  const h3_file *file;
+  uint64_t offset, bytes;
+  char *data;
+} h3_window;
+
 typedef struct h3_context {
   h3_codec *codec;
-  char *stored;                     /* encoded bytes, H3_MAX_CHUNK + a page */
+  char *stored;                     /* encoded bytes, H3_MAX_CHUNK + H3_READ_SLACK */
   char *copy;                       /* raw bytes of one block */
   char *pages;                      /* changed pages of a patched block */
   uint32_t watch;                   /* slot whose base h3_chunk_load has to remember, or H3_NO_SLOT */
   char *base[H3_MAX_BASE_DEPTH];    /* raw bytes of base chunks */
+  const h3_window *window;          /* file bytes that its user has read already, or NULL */
 } h3_context;
 
 enum { H3_LIST_SCAN, H3_LIST_NEW, H3_LIST_KEPT, H3_LIST_CYCLIC, H3_LISTS };
@@ -124,6 +134,7 @@ struct h3_range {
   h3_range *base;
   h3_block *blocks;
   _Atomic uint64_t resident;
+  _Atomic uint32_t readers; /* who reads the file without owning a slot: detach and destroy wait for them */
   _Atomic int error; /* of the last failed fill */
   _Atomic uint64_t error_epoch;
   _Atomic uint64_t error_block, quarantined;
@@ -147,6 +158,8 @@ uint64_t h3_block_count(const h3_range *range);
 h3_spec h3_range_spec(h3_range *range);
 /* A free slot of `pages`, evicting as the budget asks. H3_E_BUDGET, or what a write back met. */
 int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out);
+/* The same for work that nobody waits for: H3_E_BUDGET at once where the other would wait for kernels to let go. */
+int h3_slot_acquire_idle(h3_pager *pager, uint32_t pages, uint32_t *out);
 void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
 
 /* replace.c: which block leaves. All but h3_left_stamp under pager->lock */
@@ -176,11 +189,28 @@ int h3_block_leave(h3_range *range, uint64_t block, int save);
 /* fill.c */
 enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1 };
 int h3_block_acquire(h3_range *range, uint64_t block, int pin, int why);
+/* Takes a block from ABSENT to FILLING; 0 if it is anything else. Who claims must fill or settle it. */
+int h3_block_claim(h3_range *range, uint64_t block);
+/* What a fill that nobody waits for may be given: bytes read already, and who looks at the block before others can. */
+typedef struct h3_fill_with {
+  const h3_window *window;
+  void (*visit)(void *argument, uint64_t block, const char *raw);
+  void *argument;
+} h3_fill_with;
+/* Fills a block that the caller has claimed; on an error it is absent again. */
+int h3_block_fill(h3_range *range, uint64_t block, const h3_fill_with *with);
+/* Pins a resident block: 1; 0 if it is absent, negative if its bytes are zeros in place of data. Waits while it moves. */
+int h3_block_hold(h3_range *range, uint64_t block);
 void h3_block_unpin(h3_range *range, uint64_t block);
 void h3_block_settle(h3_block *block, uint32_t state, uint32_t set);
 h3_context *h3_context_acquire(h3_pager *pager);
 void h3_context_release(h3_pager *pager, h3_context *context);
 int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth);
+
+/* fetch.c */
+/* Makes blocks [first, end) resident at queue depth, those that can be. failed: the first block that could not be. */
+int h3_fetch_span(h3_range *range, uint64_t first, uint64_t end, uint64_t *failed);
+void h3_pool_after_fork(void);
 
 /* evict.c */
 /* The slot's block is EVICTING and off its list; on H3_OK the slot is free and holds pages. */

@@ -171,7 +171,7 @@ static int span(const h3_range *range, uint64_t offset, uint64_t bytes, uint64_t
 }
 
 int h3_range_prefetch(h3_range *range, uint64_t offset, uint64_t bytes, uint64_t *done) {
-  uint64_t first, end;
+  uint64_t first = 0, end = 0;
   *done = 0;
   int status = span(range, offset, bytes, &first, &end);
   h3_pager *pager = range->pager;
@@ -180,12 +180,14 @@ int h3_range_prefetch(h3_range *range, uint64_t offset, uint64_t bytes, uint64_t
   h3_lock_acquire(&pager->lock);
   const uint64_t room = pager->budget > pager->pinned ? pager->budget - pager->pinned : 0;
   h3_lock_release(&pager->lock);
-  for (uint64_t i = first; status == H3_OK && i < end; i++) {
-    const uint64_t block = (uint64_t)h3_class_of(range, i) * H3_PAGE;
+  uint64_t last = first, failed = 0;
+  for (; status == H3_OK && last < end; last++) {
+    const uint64_t block = (uint64_t)h3_class_of(range, last) * H3_PAGE;
     if (*done + block > room) break;
-    status = h3_block_acquire(range, i, 0, H3_WHY_PREFETCH);
-    if (status == H3_OK) *done += block;
+    *done += block;
   }
+  if (status == H3_OK) status = h3_fetch_span(range, first, last, &failed);
+  if (status < 0) *done = failed > first ? (failed - first) * range->block_bytes : 0;
   h3_signals_restore(&saved);
   if (*done > bytes) *done = bytes;
   return status;
@@ -223,6 +225,8 @@ int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes) {
     range->pinned += want;
   }
   h3_lock_release(&pager->lock);
+  uint64_t failed; /* tells nothing: what could not be read is met again below */
+  if (status == H3_OK && end - first > 1) h3_fetch_span(range, first, end, &failed);
   for (uint64_t i = first; status == H3_OK && i < end; i++) {
     status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
     if (status == H3_OK) continue;
@@ -331,7 +335,7 @@ int h3_range_detach(h3_range *range, h3_file *file) {
   /* Whoever read the old handle holds a slot until it is done with it. */
   for (int tries = 0; status < 0 && tries < 5000; tries++) {
     h3_lock_acquire(&pager->lock);
-    if (pager->in_flight == 0) status = H3_OK;
+    if (pager->in_flight == 0 && atomic_load(&range->readers) == 0) status = H3_OK;
     h3_lock_release(&pager->lock);
     if (status < 0) usleep(1000);
   }

@@ -164,7 +164,7 @@ static int make_room(h3_pager *pager, uint32_t pages) {
   return status;
 }
 
-int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) {
+static int acquire(h3_pager *pager, uint32_t pages, int patience_ms, uint32_t *out) {
   for (int failures = 0, waits = 0;;) {
     h3_lock_acquire(&pager->lock);
     uint32_t index = pop(pager, &pager->warm[pages]);
@@ -187,7 +187,7 @@ int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) {
       continue;
     }
     const int status = make_room(pager, pages);
-    if (status == H3_E_BUDGET && atomic_load(&pager->kernel_pins) && ++waits < 2000) {
+    if (status == H3_E_BUDGET && atomic_load(&pager->kernel_pins) && ++waits < patience_ms) {
       usleep(1000); /* kernels let go of their blocks soon; bounded, since two of them may wait for each other */
       continue;
     }
@@ -195,3 +195,7 @@ int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) {
     if (status < 0 && (status == H3_E_BUDGET || ++failures >= 8)) return status;
   }
 }
+
+int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out) { return acquire(pager, pages, 2000, out); }
+
+int h3_slot_acquire_idle(h3_pager *pager, uint32_t pages, uint32_t *out) { return acquire(pager, pages, 0, out); }

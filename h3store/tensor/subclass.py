@@ -18,6 +18,7 @@ from h3store.errors import H3Error, ReadOnlyError, UsageError
 from h3store.pager import Range, range_holding
 from h3store.signals import own
 from h3store.tensor import dlpack
+from h3store.tensor.gather import FORMS
 
 __all__ = ["TieredTensor", "operands", "over_range", "range_of"]
 
@@ -260,11 +261,14 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         before = [tensor._version for tensor in tensors if not tensor.is_inference()]
         entered = lib.h3_op_enter()
         try:
-            for tensor in tensors:
-                tiered = tensor._h3_range
-                if tiered is not None and tiered.dispatch and getattr(func, "__name__", "") not in _TOUCH_NOTHING:
-                    _prefetch_whole(tensor, tiered)
-            result = func(*args, **kwargs)
+            form = FORMS.get(func)
+            result = form(args, kwargs) if form is not None else None
+            if result is None:
+                for tensor in tensors:
+                    tiered = tensor._h3_range
+                    if tiered is not None and tiered.dispatch and getattr(func, "__name__", "") not in _TOUCH_NOTHING:
+                        _prefetch_whole(tensor, tiered)
+                result = func(*args, **kwargs)
         finally:
             if lib.h3_op_leave(entered):
                 _raise_errors(tensors, entered)

@@ -1,0 +1,262 @@
+"""Rows by number, of tensors that are not resident: index_select, embedding, advanced indexing, gather, take.
+Owns how each form names its rows, and their way from the file to the result: each block is read once, at queue depth,
+whatever the budget. Refuses everything it is not sure of: the plain operation then runs, and faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from h3store._ffi import ffi, lib
+from h3store.pager import Range, range_holding
+
+__all__ = ["FORMS"]
+
+_INDEX_TYPES = (torch.int64, torch.int32)
+
+
+class _Rows:
+    """Rows of a tensor by number: where row 0 begins, how far apart rows are, and what is made of them."""
+
+    def __init__(
+        self, tensor: torch.Tensor, index: torch.Tensor, shape: Sequence[int], *, at_dim: int = 0, wrap: bool = False
+    ) -> None:
+        """Rows that follow dimension at_dim of a tensor that is contiguous there; index counts along all before it."""
+        self.tensor = tensor
+        self.index = index.to(torch.int64).reshape(-1).contiguous()
+        self.shape = shape
+        item = tensor.element_size()
+        self.row_bytes = item * math.prod(tensor.shape[at_dim + 1 :])
+        self.stride = tensor.stride(at_dim) * item if tensor.dim() > at_dim >= 0 else item
+        self.count = math.prod(tensor.shape[: at_dim + 1])
+        self.wrap = wrap
+
+
+def _range_under(tensor: Any) -> Range | None:
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    known: Range | None = getattr(tensor, "_h3_range", None)
+    if known is not None:
+        return known
+    try:
+        return range_holding(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # no storage to speak of
+        return None
+
+
+def _is_index(index: Any) -> bool:
+    return (
+        isinstance(index, torch.Tensor)
+        and index.dtype in _INDEX_TYPES
+        and index.device.type == "cpu"
+        and index.layout == torch.strided
+    )
+
+
+def _rows_contiguous(tensor: torch.Tensor, at_dim: int = 0) -> bool:
+    """Whether what follows dimension at_dim is one run of memory, and what precedes it is evenly spaced."""
+    run = 1
+    for dim in range(tensor.dim() - 1, -1, -1):
+        if dim == at_dim and at_dim == 0:
+            return tensor.stride(0) >= run or tensor.shape[0] == 1
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != run:
+            return False
+        run *= tensor.shape[dim]
+    return True
+
+
+def _read(rows: _Rows | None) -> torch.Tensor | None:
+    """The rows, or None where the plain operation does as well: all resident, or it is the one to raise."""
+    if rows is None or rows.index.numel() == 0 or rows.row_bytes == 0:
+        return None
+    tiered = _range_under(rows.tensor)
+    if tiered is None or rows.tensor.is_conj() or rows.tensor.is_neg():
+        return None
+    base = rows.tensor.data_ptr() - tiered.address
+    form = ffi.new("h3_row_set *", (base, rows.stride, rows.row_bytes, rows.count, rows.wrap))
+    pointer = ffi.cast("int64_t *", rows.index.data_ptr())
+    if lib.h3_rows_state(tiered.native, form, pointer, rows.index.numel()) != lib.H3_ROWS_ABSENT:
+        return None
+    index = torch.where(rows.index < 0, rows.index + rows.count, rows.index) if rows.wrap else rows.index
+    offsets, positions = torch.sort(index * rows.stride + base)
+    if rows.tensor.requires_grad and torch.is_grad_enabled():  # autograd wants the plain operation
+        tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
+        return None
+    out = torch.empty(rows.shape, dtype=rows.tensor.dtype)
+    tiered.read_rows(offsets.numpy(), positions.numpy(), rows.row_bytes, out.data_ptr())
+    return out
+
+
+# ---- the forms: each gives the rows it names, or None ----
+
+
+def _bound(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Arguments in order, missing ones None; None when the call has others, such as out."""
+    if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
+        return None
+    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
+
+
+def _select(tensor: Any, dim: Any, index: Any) -> _Rows | None:
+    if not _is_index(index) or index.dim() > 1 or not isinstance(dim, int) or not tensor.dim():
+        return None
+    dim = dim + tensor.dim() if dim < 0 else dim
+    if not 0 <= dim < tensor.dim() or not _rows_contiguous(tensor, dim):
+        return None
+    return _along(tensor, dim, index.reshape(-1), wrap=False)
+
+
+def _along(tensor: torch.Tensor, dim: int, index: torch.Tensor, *, wrap: bool) -> _Rows | None:
+    """tensor[:, ..., index] with dim full slices first."""
+    shape = (*tensor.shape[:dim], *index.shape, *tensor.shape[dim + 1 :])
+    if dim == 0:
+        return _Rows(tensor, index, shape, wrap=wrap)
+    size = tensor.shape[dim]
+    index = index.to(torch.int64).reshape(-1)
+    if not index.numel() or int(index.min()) < (-size if wrap else 0) or int(index.max()) >= size:
+        return None
+    leading = torch.arange(math.prod(tensor.shape[:dim])) * size
+    flat = leading[:, None] + torch.where(index < 0, index + size, index)
+    return _Rows(tensor, flat, shape, at_dim=dim)
+
+
+def _index_select(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    bound = _bound(("input", "dim", "index"), args, kwargs)
+    return _select(*bound) if bound and isinstance(bound[0], torch.Tensor) else None
+
+
+def _embed(weight: Any, index: Any) -> _Rows | None:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not _is_index(index):
+        return None
+    return _Rows(weight, index, (*index.shape, weight.shape[1])) if _rows_contiguous(weight) else None
+
+
+def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    bound = _bound(names, args, kwargs)
+    if bound is None or bound[3] is not None or not isinstance(bound[1], torch.Tensor):  # max_norm writes
+        return None
+    rows = _embed(bound[1], bound[0])
+    padding = bound[2]
+    return rows if padding is None or (rows and -rows.count <= padding < rows.count) else None
+
+
+def _aten_embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    bound = _bound(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), args, kwargs)
+    return _embed(bound[0], bound[1]) if bound else None
+
+
+def _as_index(item: Any) -> torch.Tensor | None:
+    """An index tensor, or a mask, from what may stand in square brackets; None for slices, numbers and the like."""
+    if isinstance(item, np.ndarray) or (isinstance(item, list) and all(isinstance(one, int) for one in item)):
+        try:
+            item = torch.as_tensor(item)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+    if _is_index(item) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and item.device.type == "cpu"):
+        return item if item.dim() else None
+    return None
+
+
+def _getitem(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    if len(args) != 2 or kwargs or not isinstance(args[0], torch.Tensor):
+        return None
+    tensor, key = args
+    return _bracketed(tensor, key if isinstance(key, tuple) else (key,))
+
+
+def _bracketed(tensor: torch.Tensor, keys: tuple[Any, ...]) -> _Rows | None:
+    skipped = 0
+    while skipped < len(keys) and isinstance(keys[skipped], slice) and keys[skipped] == slice(None):
+        skipped += 1
+    found = [_as_index(key) for key in keys[skipped:]]
+    indices = [index for index in found if index is not None]
+    if not indices or len(indices) != len(found):
+        return None
+    if len(indices) == 1 and indices[0].dtype != torch.bool:
+        ok = skipped < tensor.dim() and _rows_contiguous(tensor, skipped)
+        return _along(tensor, skipped, indices[0], wrap=True) if ok else None
+    return None if skipped else _leading(tensor, indices)
+
+
+def _leading(tensor: torch.Tensor, indices: list[torch.Tensor]) -> _Rows | None:
+    """tensor[i, j, ...] or tensor[mask]: the first dimensions taken together."""
+    if len(indices) == 1:
+        mask = indices[0]
+        depth = mask.dim()
+        if tuple(mask.shape) != tuple(tensor.shape[:depth]):
+            return None
+        flat = mask.reshape(-1).nonzero().reshape(-1)
+        shape = (flat.numel(), *tensor.shape[depth:])
+    else:
+        depth = len(indices)
+        if depth > tensor.dim() or any(index.dtype == torch.bool for index in indices):
+            return None
+        try:
+            parts = torch.broadcast_tensors(*indices)
+        except RuntimeError:
+            return None
+        flat = torch.zeros(parts[0].shape, dtype=torch.int64)
+        for size, part in zip(tensor.shape[:depth], parts, strict=True):
+            if not part.numel() or int(part.min()) < -size or int(part.max()) >= size:
+                return None
+            flat = flat * size + torch.where(part < 0, part + size, part)
+        shape = (*flat.shape, *tensor.shape[depth:])
+    return _Rows(tensor, flat, shape, at_dim=depth - 1) if tensor.is_contiguous() else None
+
+
+def _take(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    bound = _bound(("input", "index"), args, kwargs)
+    if not bound or not isinstance(bound[0], torch.Tensor) or not _is_index(bound[1]):
+        return None
+    tensor, index = bound
+    if not tensor.is_contiguous() or not tensor.dim():
+        return None
+    return _Rows(tensor, index, index.shape, at_dim=tensor.dim() - 1, wrap=True)
+
+
+def _gather(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    bound = _bound(("input", "dim", "index", "sparse_grad"), args, kwargs)
+    if not bound or not isinstance(bound[0], torch.Tensor) or not _is_index(bound[2]) or not isinstance(bound[1], int):
+        return None
+    tensor, dim, index = bound[:3]
+    dim = dim + tensor.dim() if dim < 0 else dim
+    if not tensor.is_contiguous() or index.dim() != tensor.dim() or not 0 <= dim < tensor.dim() or not index.numel():
+        return None
+    others = [d for d in range(tensor.dim()) if d != dim]
+    if any(index.shape[d] > tensor.shape[d] for d in others):
+        return None
+    if int(index.min()) < 0 or int(index.max()) >= tensor.shape[dim]:
+        return None
+    flat = index.to(torch.int64) * tensor.stride(dim)
+    for d in others:
+        steps = torch.arange(index.shape[d]) * tensor.stride(d)
+        flat = flat + steps.reshape([-1 if e == d else 1 for e in range(tensor.dim())])
+    return _Rows(tensor, flat, index.shape, at_dim=tensor.dim() - 1)
+
+
+_NAMED: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], _Rows | None]] = {
+    torch.Tensor.index_select: _index_select,
+    torch.index_select: _index_select,
+    torch.nn.functional.embedding: _embedding,
+    torch.embedding: _aten_embedding,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.take: _take,
+    torch.take: _take,
+    torch.Tensor.gather: _gather,
+    torch.gather: _gather,
+}
+
+
+def _form(named: Callable[[Sequence[Any], dict[str, Any]], _Rows | None]) -> Callable[..., torch.Tensor | None]:
+    return lambda args, kwargs: _read(named(args, kwargs))
+
+
+# Operation -> function of its (args, kwargs) that returns the result, or None for the plain operation to do it.
+FORMS: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
+    func: _form(named) for func, named in _NAMED.items()
+}

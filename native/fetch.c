@@ -1,0 +1,414 @@
+/* Many blocks at once: a pool of threads that read at queue depth, past the page cache, and decode in parallel, either to
+ * place blocks (fetch) or to copy rows out of them without placing (gather). Ordinary context, but for what fill.c says of
+ * the parts it shares.
+ *
+ * Threads that each wait in pread reach the disk's depth as well as io_uring does (measured: 12 to 45 KiB at random, depth
+ * 8 to 32, equal or better), need no privilege that containers refuse, and decode what they have read.
+ *
+ * Locks: pool.lock guards the jobs' list and who is inside; job->lock guards how far a job has been handed out, and is
+ * taken before pager->lock. Neither is held over I/O, an ioctl, a touch of a range or a wait.
+ * Rule: a worker claims the blocks of a run together, so while it owns one it waits for nothing but a context, room, and
+ * its own reads; blocks that others own come last, when it owns none. Room comes from blocks that nobody owns.
+ * Fork: a child has no workers; the next job there starts its own. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "internal.h"
+#include "pager.h"
+
+enum {
+  WORKERS = 16,
+  SPARE = 4,               /* buffers for callers, which work as well */
+  RUN_BLOCKS = 64,         /* of one read */
+  RUN_BYTES = 512 * 1024,  /* of one read, unless one chunk is longer */
+  RUN_GAP = 4096,          /* bytes between two chunks that are read over */
+  IN_FLIGHT = 16 << 20     /* bytes of read buffers in use at once, about */
+};
+
+typedef struct h3_rows {
+  const int64_t *offsets, *positions; /* in the range, ascending; in out, counted in rows */
+  uint64_t n, row_bytes;
+  char *out;
+} h3_rows;
+
+typedef struct h3_job {
+  struct h3_job *next;
+  h3_range *range;
+  const uint64_t *blocks; /* ascending; NULL: n blocks from first on */
+  uint64_t first, n;
+  const h3_rows *rows; /* NULL: blocks are placed */
+  uint32_t run_blocks;
+  int most, inside; /* workers; guarded by pool.lock */
+  h3_lock lock;     /* guards the rest */
+  uint64_t at, failed;
+  int status;
+} h3_job;
+
+typedef struct h3_run {
+  uint64_t blocks[RUN_BLOCKS], offset, bytes;
+  uint32_t n;
+  unsigned char claimed[RUN_BLOCKS];
+} h3_run;
+
+static struct {
+  h3_lock lock;
+  h3_job *jobs;
+  int started;
+  _Atomic uint32_t published, left; /* futex words: a job came; a worker left one */
+  char *buffers[WORKERS + SPARE];
+  _Atomic uint32_t spare; /* bit set of a caller's buffers in use */
+} pool;
+
+/* ---- runs ---- */
+
+static uint64_t block_at(const h3_job *job, uint64_t i) { return job->blocks ? job->blocks[i] : job->first + i; }
+
+/* Whether the run can take one more block that is read from there. */
+static int extends(const h3_run *run, const h3_chunk *chunk) {
+  if (!run->bytes) return 1;
+  const uint64_t end = run->offset + run->bytes;
+  return chunk->offset >= end && chunk->offset - end <= RUN_GAP && chunk->offset + chunk->stored_bytes - run->offset <= RUN_BYTES;
+}
+
+/* The next blocks of the job, as far as one read brings them. */
+static int take_run(h3_job *job, h3_run *run) {
+  h3_range *range = job->range;
+  run->n = 0;
+  run->offset = run->bytes = 0;
+  h3_lock_acquire(&job->lock);
+  h3_lock_acquire(&range->pager->lock); /* entries change under it */
+  for (; job->at < job->n && run->n < job->run_blocks; job->at++) {
+    const uint64_t block = block_at(job, job->at);
+    const h3_chunk chunk = range->blocks[block].chunk;
+    if (chunk.stored_bytes && chunk.stored_bytes <= H3_MAX_CHUNK &&
+        (atomic_load(&range->blocks[block].word) & H3_STATE_MASK) == H3_ABSENT) {
+      if (!extends(run, &chunk)) break;
+      if (!run->bytes) run->offset = chunk.offset;
+      run->bytes = chunk.offset + chunk.stored_bytes - run->offset;
+    }
+    run->blocks[run->n++] = block;
+  }
+  h3_lock_release(&range->pager->lock);
+  h3_lock_release(&job->lock);
+  return run->n > 0;
+}
+
+static void note_failure(h3_job *job, uint64_t block, int status) {
+  h3_lock_acquire(&job->lock);
+  if (job->status == H3_OK || block < job->failed) {
+    job->status = status;
+    job->failed = block;
+  }
+  h3_lock_release(&job->lock);
+}
+
+/* ---- rows ---- */
+
+static uint64_t first_row_after(const h3_rows *rows, int64_t offset) {
+  uint64_t low = 0, high = rows->n;
+  while (low < high) {
+    const uint64_t middle = low + (high - low) / 2;
+    if (rows->offsets[middle] > offset) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/* What rows hold of a block goes out. */
+static void copy_rows(const h3_rows *rows, const h3_range *range, uint64_t block, const char *data) {
+  const int64_t start = (int64_t)(block * range->block_bytes), end = start + (int64_t)range->block_bytes;
+  const int64_t row_bytes = (int64_t)rows->row_bytes;
+  for (uint64_t i = first_row_after(rows, start - row_bytes); i < rows->n && rows->offsets[i] < end; i++) {
+    const int64_t row = rows->offsets[i], from = row > start ? row : start, to = row + row_bytes < end ? row + row_bytes : end;
+    memcpy(rows->out + rows->positions[i] * row_bytes + (from - row), data + (from - start), (size_t)(to - from));
+  }
+}
+
+/* A claimed block: decoded aside, its rows copied out, absent again. */
+static int pass_by(h3_job *job, uint64_t block, const h3_window *window) {
+  h3_range *range = job->range;
+  h3_context *context = h3_context_acquire(range->pager);
+  context->window = window;
+  const int status = h3_chunk_load(context, range, block, &range->blocks[block].chunk, context->copy, 0);
+  h3_block_settle(&range->blocks[block], H3_ABSENT, 0);
+  if (status == H3_OK) copy_rows(job->rows, range, block, context->copy);
+  else atomic_fetch_add(&range->pager->errors, 1);
+  h3_context_release(range->pager, context);
+  return status;
+}
+
+/* Whether the budget has room that was never used: a block that stays costs nobody anything then. */
+static int has_room(h3_range *range, uint64_t block) {
+  h3_pager *pager = range->pager;
+  const uint64_t bytes = (uint64_t)h3_class_of(range, block) * H3_PAGE;
+  h3_lock_acquire(&pager->lock);
+  const int room = pager->charged + bytes * WORKERS <= pager->budget;
+  h3_lock_release(&pager->lock);
+  return room;
+}
+
+typedef struct h3_visited {
+  h3_job *job;
+  int done;
+} h3_visited;
+
+static void visit_rows(void *argument, uint64_t block, const char *raw) {
+  h3_visited *visited = argument;
+  copy_rows(visited->job->rows, visited->job->range, block, raw);
+  visited->done = 1;
+}
+
+/* Serves a claimed block. 1: it found no room and is nobody's again. */
+static int serve_claimed(h3_job *job, uint64_t block, const h3_window *window) {
+  h3_visited visited = {job, 0};
+  h3_fill_with with = {.window = window};
+  if (!job->rows) return h3_block_fill(job->range, block, &with);
+  if (!has_room(job->range, block)) return pass_by(job, block, window);
+  with.visit = visit_rows;
+  with.argument = &visited;
+  const int status = h3_block_fill(job->range, block, &with);
+  return visited.done ? H3_OK : status == H3_E_BUDGET ? 1 : status;
+}
+
+/* Rows of a block that is resident, or that others were moving when its turn came. Owns no block while it waits. */
+static int serve_other(h3_job *job, uint64_t block, const h3_window *window) {
+  h3_range *range = job->range;
+  for (;;) {
+    const int held = h3_block_hold(range, block);
+    if (held < 0) return held;
+    if (held) {
+      atomic_fetch_add(&range->pager->kernel_pins, 1);
+      copy_rows(job->rows, range, block, range->address + block * range->block_bytes);
+      h3_block_unpin(range, block);
+      atomic_fetch_sub(&range->pager->kernel_pins, 1);
+      return H3_OK;
+    }
+    if (h3_block_claim(range, block)) return pass_by(job, block, window);
+  }
+}
+
+static void serve_run(h3_job *job, h3_run *run, char *buffer) {
+  h3_range *range = job->range;
+  h3_window window = {0};
+  char *data = NULL;
+  for (uint32_t i = 0; i < run->n; i++) run->claimed[i] = (unsigned char)h3_block_claim(range, run->blocks[i]);
+  atomic_fetch_add(&range->readers, 1); /* before the file is looked at: see h3_range_detach */
+  h3_file *file = range->file;
+  /* A read that fails is repeated chunk by chunk, so that one bad sector fails one block. */
+  if (buffer && run->bytes && h3_file_read_direct(file, run->offset, run->bytes, buffer, &data) == H3_OK)
+    window = (h3_window){file, run->offset, run->bytes, data};
+  for (uint32_t i = 0; i < run->n; i++) {
+    if (!run->claimed[i]) continue;
+    const int status = serve_claimed(job, run->blocks[i], &window);
+    if (status < 0) note_failure(job, run->blocks[i], status);
+    run->claimed[i] = status != 1;
+  }
+  for (uint32_t i = 0; job->rows && i < run->n; i++) {
+    const int status = run->claimed[i] ? H3_OK : serve_other(job, run->blocks[i], &window);
+    if (status < 0) note_failure(job, run->blocks[i], status);
+  }
+  atomic_fetch_sub(&range->readers, 1);
+}
+
+static void serve(h3_job *job, char *buffer) {
+  h3_run run;
+  while (take_run(job, &run)) serve_run(job, &run, buffer);
+}
+
+/* ---- the pool ---- */
+
+static char *buffer_of(int index) {
+  if (!pool.buffers[index]) pool.buffers[index] = h3_map(H3_MAX_CHUNK + H3_READ_SLACK);
+  return pool.buffers[index];
+}
+
+/* A job with work left, entered; or NULL. */
+static h3_job *enter(void) {
+  h3_job *job;
+  h3_lock_acquire(&pool.lock);
+  for (job = pool.jobs; job; job = job->next)
+    if (job->inside < job->most) break;
+  if (job) job->inside++;
+  h3_lock_release(&pool.lock);
+  return job;
+}
+
+/* Nothing is left to hand out, or nobody comes: no worker enters any more. */
+static void unlink_job(h3_job *job) {
+  for (h3_job **link = &pool.jobs; *link; link = &(*link)->next)
+    if (*link == job) {
+      *link = job->next;
+      return;
+    }
+}
+
+static void leave(h3_job *job) {
+  h3_lock_acquire(&pool.lock);
+  unlink_job(job);
+  const int last = --job->inside == 0;
+  h3_lock_release(&pool.lock); /* the job may be gone from here on */
+  if (!last) return;
+  atomic_fetch_add(&pool.left, 1);
+  h3_futex_wake(&pool.left, INT32_MAX);
+}
+
+static void *work(void *argument) {
+  char *buffer = buffer_of((int)(intptr_t)argument);
+  for (;;) {
+    const uint32_t seen = atomic_load(&pool.published);
+    h3_job *job = enter();
+    if (!job) {
+      h3_futex_wait(&pool.published, seen);
+      continue;
+    }
+    serve(job, buffer);
+    leave(job);
+  }
+  return NULL;
+}
+
+/* Fewer workers than wanted, when the system refuses more, only make jobs slower. */
+static void start_workers(int wanted) {
+  pthread_attr_t attributes;
+  if (pool.started >= wanted || pthread_attr_init(&attributes)) return;
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  for (pthread_t thread; pool.started < wanted; pool.started++)
+    if (pthread_create(&thread, &attributes, work, (void *)(intptr_t)pool.started)) break;
+  pthread_attr_destroy(&attributes);
+}
+
+void h3_pool_after_fork(void) {
+  pool.lock.word = 0;
+  pool.jobs = NULL;
+  pool.started = 0;
+  atomic_store(&pool.spare, 0);
+}
+
+static int take_spare(void) {
+  uint32_t used = atomic_load(&pool.spare);
+  while (used != (1u << SPARE) - 1) {
+    const int index = __builtin_ctz(~used);
+    if (atomic_compare_exchange_weak(&pool.spare, &used, used | 1u << index)) return index;
+  }
+  return -1;
+}
+
+/* Publishes a job, works on it, and returns when it is done. Signals are masked, which new workers inherit. */
+static void run_job(h3_job *job) {
+  const int threads = h3_get_threads();
+  const uint64_t share = job->n / (2 * (uint64_t)(threads > 0 ? threads : 1));
+  const uint64_t blocks = RUN_BYTES / job->range->block_bytes * 2;
+  job->run_blocks = (uint32_t)(share < 1 ? 1 : share);
+  if (job->run_blocks > RUN_BLOCKS) job->run_blocks = RUN_BLOCKS;
+  if (blocks && job->run_blocks > blocks) job->run_blocks = (uint32_t)blocks;
+  job->most = IN_FLIGHT / (job->range->block_bytes < RUN_BYTES ? RUN_BYTES : (int)job->range->block_bytes);
+  if (job->most > WORKERS) job->most = WORKERS;
+  const uint64_t runs = (job->n + job->run_blocks - 1) / job->run_blocks;
+  if (runs > 1) {
+    h3_lock_acquire(&pool.lock);
+    start_workers(WORKERS);
+    job->next = pool.jobs;
+    pool.jobs = job;
+    h3_lock_release(&pool.lock);
+    atomic_fetch_add(&pool.published, 1);
+    h3_futex_wake(&pool.published, (int)(runs - 1 < WORKERS ? runs - 1 : WORKERS));
+  }
+  const int spare = take_spare();
+  serve(job, spare < 0 ? NULL : buffer_of(WORKERS + spare));
+  if (spare >= 0) atomic_fetch_and(&pool.spare, ~(1u << spare));
+  for (;;) {
+    const uint32_t seen = atomic_load(&pool.left);
+    h3_lock_acquire(&pool.lock);
+    unlink_job(job);
+    const int inside = job->inside;
+    h3_lock_release(&pool.lock);
+    if (!inside) return;
+    h3_futex_wait(&pool.left, seen);
+  }
+}
+
+/* ---- the contract's functions ---- */
+
+int h3_fetch_span(h3_range *range, uint64_t first, uint64_t end, uint64_t *failed) {
+  h3_job job = {.range = range, .first = first, .n = end > first ? end - first : 0};
+  if (job.n) run_job(&job);
+  *failed = job.failed;
+  return job.status;
+}
+
+int h3_range_fetch(h3_range *range, const uint64_t *blocks, uint64_t n, uint64_t *failed) {
+  *failed = 0;
+  for (uint64_t i = 0; i < n; i++)
+    if (blocks[i] >= h3_block_count(range) || (i && blocks[i] <= blocks[i - 1])) return H3_E_INVALID;
+  h3_job job = {.range = range, .blocks = blocks, .n = n};
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  if (n) run_job(&job);
+  h3_signals_restore(&saved);
+  *failed = job.failed;
+  return job.status;
+}
+
+int h3_rows_state(h3_range *range, const h3_row_set *set, const int64_t *index, uint64_t n) {
+  const uint64_t bytes = range->bytes;
+  int state = H3_ROWS_RESIDENT;
+  if (set->row_bytes == 0 || set->base > bytes) return H3_E_INVALID;
+  for (uint64_t i = 0; i < n; i++) {
+    const int64_t row = index[i] < 0 && set->wrap ? index[i] + set->rows : index[i];
+    if (row < 0 || row >= set->rows) return H3_E_INVALID;
+    if (state == H3_ROWS_ABSENT) continue; /* the rest is only checked */
+    const uint64_t from = set->base + (uint64_t)row * set->stride;
+    if (from > bytes || set->row_bytes > bytes - from) return H3_E_INVALID;
+    for (uint64_t b = from / range->block_bytes; b <= (from + set->row_bytes - 1) / range->block_bytes; b++)
+      if ((atomic_load_explicit(&range->blocks[b].word, memory_order_relaxed) & H3_STATE_MASK) != H3_RESIDENT)
+        state = H3_ROWS_ABSENT;
+  }
+  return state;
+}
+
+/* Distinct blocks of the rows, ascending, into blocks (NULL: only counted). */
+static uint64_t blocks_of(const h3_rows *rows, uint64_t block_bytes, uint64_t *blocks) {
+  uint64_t n = 0, next = 0;
+  for (uint64_t i = 0; i < rows->n; i++) {
+    const uint64_t first = (uint64_t)rows->offsets[i] / block_bytes;
+    const uint64_t last = ((uint64_t)rows->offsets[i] + rows->row_bytes - 1) / block_bytes;
+    for (uint64_t b = first > next ? first : next; b <= last; b++, n++)
+      if (blocks) blocks[n] = b;
+    if (last + 1 > next) next = last + 1;
+  }
+  return n;
+}
+
+static int rows_check(const h3_range *range, const h3_rows *rows) {
+  if (rows->row_bytes == 0 || rows->row_bytes > range->bytes) return H3_E_INVALID;
+  for (uint64_t i = 0; i < rows->n; i++) {
+    if (rows->offsets[i] < 0 || (uint64_t)rows->offsets[i] > range->bytes - rows->row_bytes) return H3_E_INVALID;
+    if (rows->positions[i] < 0 || (i && rows->offsets[i] < rows->offsets[i - 1])) return H3_E_INVALID;
+  }
+  return H3_OK;
+}
+
+int h3_rows_gather(h3_range *range, const int64_t *offsets, const int64_t *positions, uint64_t n, uint64_t row_bytes,
+                   void *out, uint64_t *failed) {
+  const h3_rows rows = {offsets, positions, n, row_bytes, out};
+  *failed = 0;
+  const int status = rows_check(range, &rows);
+  if (status < 0 || !n) return status;
+  h3_job job = {.range = range, .rows = &rows, .n = blocks_of(&rows, range->block_bytes, NULL)};
+  uint64_t *blocks = h3_fault_hit(H3_FAULT_ALLOC) ? NULL : malloc(job.n * sizeof *blocks);
+  if (!blocks) return h3_set_errno(H3_E_NOMEM, ENOMEM);
+  blocks_of(&rows, range->block_bytes, blocks);
+  job.blocks = blocks;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  run_job(&job);
+  h3_signals_restore(&saved);
+  free(blocks);
+  *failed = job.failed;
+  return job.status;
+}
