@@ -16,14 +16,15 @@ from h3store.version import __version__ as __version__
 if TYPE_CHECKING:
     from h3store import batch
     from h3store.models.decode import Decoder
+    from h3store.modules import attach
     from h3store.store import Store, load, open, pin, prefetch, save
     from h3store.tensor import TieredTensor
 
-__all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "batch", "load", "open", "pin", "prefetch", "save"]
+__all__ = ["Decoder", "H3Error", "Store", "TieredTensor", "attach", "batch", "load", "open", "pin", "prefetch", "save"]
 
 # Names that come with torch, or with the decoder's own imports: loaded when first asked for, so that the command line
 # answers at once.
-_HOMES = {"Decoder": "models.decode", "TieredTensor": "tensor"} | dict.fromkeys(
+_HOMES = {"Decoder": "models.decode", "TieredTensor": "tensor", "attach": "modules"} | dict.fromkeys(
     ("Store", "load", "open", "pin", "prefetch", "save"), "store")
 
 

@@ -96,18 +96,21 @@ class Store:
     exception is under way.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "r", ddr_bytes: int | str | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: str = "r", ddr_bytes: int | str | None = None,
+                 *, pager: Pager | None = None) -> None:
         if mode not in ("r", "r+", "w"):
             raise UsageError(f'mode {mode!r} is not known; use "r", "r+" or "w"')
         self.path = Path(path)
         self.mode = mode
+        if pager is not None:  # a budget that several stores share
+            ddr_bytes = pager.ddr_bytes
         self._ddr_bytes = default_budget() if ddr_bytes is None else parse_bytes(ddr_bytes, "ddr_bytes")
         if self._ddr_bytes < 4096:
             raise BudgetError(f"ddr_bytes={exact_bytes(self._ddr_bytes)} is below one page of 4KiB; give at least 1MiB")
         self._pid = os.getpid()
         self._lock = threading.RLock()
         _stores.add(self)
-        self._pager: Pager | None = None
+        self._pager = pager
         self._archive: Reader | Writer | None = Reader(path) if mode == "r" else Writer(path, mode)
         self._readers: dict[Path, Reader] = {}
         self._open: dict[str, Range] = {}  # writable ranges: changed blocks live in them until commit
