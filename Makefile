@@ -13,7 +13,7 @@ BUILD_INPUTS := pyproject.toml setup.py constraints.txt $(wildcard native/*.c na
 # torch is named with its exact version: that is what makes pip take the CPU build.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 
-.PHONY: help demo test test-all lint type sanitize bench bench-html docs clean
+.PHONY: help demo test test-all lint type sanitize bench bench-html bench-peers docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all   the same with the slow tests"
 	@echo "make lint       ruff;  make type: mypy;  make sanitize: C tests under ASan, UBSan and TSan"
 	@echo "make bench      asv benchmarks (ASV_FLAGS=--quick);  make bench-html: their pages"
+	@echo "make bench-peers  the table of docs/benchmarks.md: h3store and what people use today, about 8 minutes"
 	@echo "make docs       reference pages in build/docs"
 
 $(BIN)/python:
@@ -54,12 +55,19 @@ type: $(VENV)/.stamp-dev
 sanitize: $(VENV)/.stamp-test
 	$(MAKE) -C native/tests run PYTHON=$(abspath $(BIN)/python)
 
+# asv runs in its own folder; the package and the benchmarks are imported from here.
+ASV := cd asv_bench && PYTHONPATH=$(CURDIR) ASV_PYTHONPATH=$(CURDIR) ../$(BIN)/asv
+
 bench: $(VENV)/.stamp-bench
-	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null && ../$(BIN)/asv run --python=same \
-	  --set-commit-hash $$(git rev-parse HEAD) --show-stderr $(ASV_FLAGS)
+	$(ASV) machine --yes >/dev/null
+	$(ASV) run --python=same --set-commit-hash $$(git rev-parse HEAD) --show-stderr $(ASV_FLAGS)
 
 bench-html: $(VENV)/.stamp-bench
-	cd asv_bench && ../$(BIN)/asv publish
+	$(ASV) publish
+	@echo "pages in asv_bench/html: $(BIN)/python -m http.server -d asv_bench/html"
+
+bench-peers: $(VENV)/.stamp-bench
+	$(BIN)/python -m asv_bench.benchmarks.peers --docs $(PEERS_FLAGS)
 
 docs: $(VENV)/.stamp-test
 	mkdir -p build/docs

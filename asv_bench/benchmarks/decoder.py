@@ -15,7 +15,7 @@ import torch
 
 from h3store.models.decode import Decoder, SamplingParams
 
-from .common import SEED, Scratch
+from .common import SEED, Scratch, named
 
 PROMPT_TOKENS = 2000
 DECODED_TOKENS = 16
@@ -116,26 +116,32 @@ class Decode:
         scratch.close()
         return times
 
+    @named("Prefill, KV in memory", "tokens/s")
     def track_prefill_tokens_per_s(self, times: dict[str, tuple[float, float]]) -> float:
         """KV wholly in memory."""
         return PROMPT_TOKENS / times["ours"][0]
 
+    @named("Decode, KV in memory", "tokens/s")
     def track_decode_tokens_per_s(self, times: dict[str, tuple[float, float]]) -> float:
         """KV wholly in memory."""
         return 1 / times["ours"][1]
 
+    @named("Prefill, a quarter of the KV in memory", "tokens/s")
     def track_prefill_tokens_per_s_quarter_budget(self, times: dict[str, tuple[float, float]]) -> float:
         """A quarter of the KV in memory."""
         return PROMPT_TOKENS / times["quarter"][0]
 
+    @named("Decode, a quarter of the KV in memory", "tokens/s")
     def track_decode_tokens_per_s_quarter_budget(self, times: dict[str, tuple[float, float]]) -> float:
         """A quarter of the KV in memory."""
         return 1 / times["quarter"][1]
 
+    @named("Prefill, times faster than transformers", "x")
     def track_prefill_ratio_to_transformers(self, times: dict[str, tuple[float, float]]) -> float:
         """Above 1: faster."""
         return times["theirs"][0] / times["ours"][0]
 
+    @named("Decode, times faster than transformers", "x")
     def track_decode_ratio_to_transformers(self, times: dict[str, tuple[float, float]]) -> float:
         """Above 1: faster."""
         return times["theirs"][1] / times["ours"][1]

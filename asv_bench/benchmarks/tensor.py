@@ -10,7 +10,7 @@ import torch
 
 import h3store
 
-from .common import TENSOR_BYTES, Scratch, seeded
+from .common import TENSOR_BYTES, Scratch, named, seeded
 
 ROW = 1024
 ROWS = TENSOR_BYTES // (4 * ROW)
@@ -47,14 +47,17 @@ class Warm:
         self.store.close()
         self.scratch.close()
 
+    @named("Sum of a resident tensor of 64 MiB")
     def time_warm_sum(self, kind: str) -> None:
         """Every element once, in order."""
         self.tensor.sum()
 
+    @named("Resident matrix of 64 MiB times a vector")
     def time_warm_matmul(self, kind: str) -> None:
         """Matrix times vector."""
         self.tensor @ self.vector
 
+    @named("2,000 random rows of a resident tensor")
     def time_warm_gather(self, kind: str) -> None:
         """GATHERED_ROWS random rows."""
         self.tensor.index_select(0, self.index)
@@ -66,6 +69,7 @@ class WarmRatio:
     params = ["sum", "matmul", "gather"]  # noqa: RUF012
     param_names = ["operation"]  # noqa: RUF012
 
+    @named("Resident TieredTensor over plain tensor, time", "x")
     def track_warm_read_ratio(self, name: str) -> float:
         """Best of many alternating runs of each, so that a slower moment of the machine meets both."""
         bench = Warm()
@@ -108,14 +112,17 @@ class Cold:
         """Drops what became resident."""
         self.store.close()
 
+    @named("Sum of 64 MiB under a smaller budget, cold")
     def time_cold_scan(self, path: str, times: int) -> None:
         """Every element once, in order."""
         self.tensor.sum()
 
+    @named("2,000 random rows of 64 MiB under a smaller budget, cold")
     def time_cold_gather(self, path: str, times: int) -> None:
         """GATHERED_ROWS random rows, each block fetched when touched."""
         self.tensor.index_select(0, self.index)
 
+    @named("Bytes read from the file for one byte scanned", "bytes/byte")
     def track_scan_bytes_read(self, path: str, times: int) -> float:
         """Bytes read from the archive for one byte of the tensor."""
         self.tensor.sum()
