@@ -17,7 +17,7 @@ from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.errors import BudgetError, StoreClosedError, UsageError
 from h3store.units import MiB, exact_bytes, format_bytes
 
-__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "native_probe", "range_at", "range_holding"]
+__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "live_ranges", "native_probe", "range_holding"]
 
 PAGE = 4096
 DELIVERIES = {
@@ -45,9 +45,9 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def range_at(address: int) -> Range | None:
-    """Returns the live range that starts at this address, or None."""
-    return _ranges.get(address)
+def live_ranges() -> list[Range]:
+    """Returns every range there is."""
+    return list(_ranges.values())
 
 
 def range_holding(address: int) -> Range | None:

@@ -239,7 +239,8 @@ int h3_range_set_spec(h3_range *range, const h3_spec *spec);
 int h3_range_detach(h3_range *range, h3_file *file);
 /* While an operation is in flight a failed fill gives it a quarantined zero block and a range error instead of killing the
  * process. Around an operation: entered = h3_op_enter(); ...; if (h3_op_leave(entered)) ask h3_range_take_error of every
- * operand's range. enter also puts our signal handlers back if somebody replaced them. Both on the same thread. */
+ * operand's range. enter also puts our signal handlers back if somebody replaced them, and unblocks their signals in a
+ * thread's first operation. Both on the same thread. */
 uint64_t h3_op_enter(void);
 int h3_op_leave(uint64_t entered);
 /* The error of a fill whose zeros the operation that entered then may have seen, and its block; H3_OK if none. Takes the

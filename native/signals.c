@@ -18,9 +18,20 @@ H3_TLS int in_foreign, foreign_repeats;
 H3_TLS const void *foreign_address;
 H3_TLS int thread_ops, thread_had_ops; /* operations this thread is in, and whether it ever was in one */
 
+/* A thread that blocks the fault signals dies of its first fault, and libraries that start threads with every signal blocked
+ * mean the asynchronous ones. */
+static void first_operation(void) {
+  sigset_t faults;
+  sigemptyset(&faults);
+  sigaddset(&faults, SIGBUS);
+  sigaddset(&faults, SIGSEGV);
+  pthread_sigmask(SIG_UNBLOCK, &faults, NULL);
+  thread_had_ops = 1;
+}
+
 uint64_t h3_op_enter(void) {
   thread_ops++;
-  thread_had_ops = 1;
+  if (H3_UNLIKELY(!thread_had_ops)) first_operation();
   atomic_fetch_add(&ops_in_flight, 1);
   if (!h3_signals_ours()) h3_signals_install();
   return atomic_load(&error_epoch);

@@ -55,7 +55,6 @@ class _Visit:
 
     pending: int = 0  # pieces not yet there
     held: list[Place] = field(default_factory=list)
-    window_bytes: int = 0
     released: bool = False
 
 
@@ -92,7 +91,8 @@ class Stream:
         self._generation = 0
         self._reset_positions()
         self._stay: dict[int, list[Place]] = {}  # by unit, what is held of it for good
-        self._leaving: deque[Place] = deque()
+        # What goes, and the generation whose window it is in; None for what stayed.
+        self._leaving: deque[tuple[Place, int | None]] = deque()
         self.waits = self.early = self.unplanned = 0
         self._threads = [threading.Thread(target=self._work, name=f"h3store-weights-{i}", daemon=True)
                          for i in range(_THREADS)]
@@ -123,13 +123,13 @@ class Stream:
     def set_plan(self, plan: Plan) -> None:
         """Goes by another plan from now on; what is in use stays held until its end."""
         with self._wake:
-            self._generation += 1
             for visit in self._visits.values():
                 self._release(visit)
+            self._generation += 1
             for unit, places in list(self._stay.items()):
                 # equal parts stay; of one that is not whole the rest is forgotten below
                 if sorted(self._resident_places(plan, unit), key=_offset) != sorted(places, key=_offset):
-                    self._leaving.extend(self._stay.pop(unit))
+                    self._leaving.extend((place, None) for place in self._stay.pop(unit))
             self._plan = plan
             self._reset_positions()
             self._reach = len(plan.steps)
@@ -203,10 +203,8 @@ class Stream:
 
     def _release(self, visit: _Visit) -> None:
         visit.released = True  # pieces still being read go when they are there
-        self._leaving.extend(visit.held)
+        self._leaving.extend((place, self._generation) for place in visit.held)
         visit.held = []
-        self._window_used -= visit.window_bytes
-        visit.window_bytes = 0
 
     # ---- what threads do ----
 
@@ -230,9 +228,16 @@ class Stream:
                         self._leaving.append(leaving)
                     return
             if leaving:
-                _let_go(leaving)
+                _let_go(leaving[0])
+                self._make_room(*leaving)
             elif piece:
                 self._fetch(piece)
+
+    def _make_room(self, place: Place, generation: int | None) -> None:
+        with self._wake:
+            if generation == self._generation:
+                self._window_used -= place[2]
+                self._wake.notify_all()
 
     def _next_piece(self) -> _Piece | None:
         """What is to be read next, if there is room for it."""
@@ -240,13 +245,12 @@ class Stream:
             if not self._plan_step():
                 return None
         piece = self._pieces[0]
-        if piece.stays is None and not piece.visit.released:
+        if piece.stays is None:
             assert self._plan is not None
             nbytes = piece.place[2]
             if piece.position > self._wanted and self._window_used + nbytes > self._plan.window_bytes:
                 return None
             self._window_used += nbytes
-            piece.visit.window_bytes += nbytes
         return self._pieces.popleft()
 
     def _plan_step(self) -> bool:
@@ -289,8 +293,10 @@ class Stream:
                 elif piece.stays is None and is_current and not visit.released:
                     visit.held.append(piece.place)
                 else:
-                    self._leaving.append(piece.place)
-            if not visit.pending or self._leaving:
+                    self._leaving.append((piece.place, piece.generation if piece.stays is None else None))
+            elif piece.stays is None and piece.generation == self._generation:
+                self._window_used -= piece.place[2]
+            if not (visit.pending and held) or self._leaving:
                 self._wake.notify_all()
 
     def stop(self) -> None:
@@ -322,13 +328,13 @@ class Stream:
             if self._working:
                 return
             for visit in self._visits.values():
-                self._leaving.extend(visit.held)
+                self._leaving.extend((place, None) for place in visit.held)
             for places in self._stay.values():
-                self._leaving.extend(places)
+                self._leaving.extend((place, None) for place in places)
             self._visits.clear()
             self._stay.clear()
         while self._leaving:
-            _let_go(self._leaving.popleft())
+            _let_go(self._leaving.popleft()[0])
 
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """TieredTensor: a torch tensor over a tiered range, and what happens around an operation on one."""
 
+from h3store.tensor import regions, saving
 from h3store.tensor.pickling import on_reference, plain_copy, python_state
-from h3store.tensor.saving import install
 from h3store.tensor.subclass import TieredTensor, byte_span, in_operation, operands, over_range, range_of
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "range_of",
 ]
 
-install()
+saving.install()
+regions.install()
