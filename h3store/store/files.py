@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +35,8 @@ def save(
     """Writes one archive of named tensors, atomically: the file at path is the old one until all is on disk.
 
     Args:
-        tensors: any dtype but quantised ones; views and other devices are copied piece by piece.
+        tensors: any dtype but quantised ones; views and other devices are copied piece by piece. Names of a plain dict
+            that stand for the same memory (tied weights) are stored once, and load() gives them the same memory.
         path: of the archive; replaced if it exists.
         base: an archive that holds related tensors of the same names, shapes and dtypes; where a difference is smaller
             it is what gets stored, and loading needs that archive at the same place relative to this one. Takes the
@@ -55,14 +59,32 @@ def save(
     with Writer(path, "w") as writer, ExitStack() as resources:
         try:
             related = resources.enter_context(Store(base, "r", 64 * MiB)) if base is not None else None
+            # Only what stays alive while it is saved can be told by its address.
+            stored: dict[Any, str] | None = {} if type(tensors) in (dict, OrderedDict) and related is None else None
             for name, tensor in tensors.items():
-                add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)), chunk_bytes, compress)
+                if stored is None or not _tie(writer, name, tensor, stored):
+                    add_tensor(writer, name, tensor, _related(related, name, tensor, Path(path)), chunk_bytes, compress)
             writer.commit()
         except BaseException:
             if is_new:  # the writer's empty archive; its lock is still ours
                 with suppress(OSError):
                     os.unlink(path)
             raise
+
+
+def _tie(writer: Writer, name: str, tensor: torch.Tensor, stored: dict[Any, str]) -> bool:
+    """Records a tensor over memory that is stored under another name as those chunks; else notes its memory."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    if not isinstance(name, str) or tensor.is_quantized or tensor.device.type != "cpu":
+        return False
+    order = tensor.numel() if tensor.is_contiguous() else (tuple(tensor.shape), tensor.stride())
+    key = (tensor.data_ptr(), tensor.dtype, order, tensor.is_conj(), tensor.is_neg())
+    first = stored.setdefault(key, name)
+    if first == name:
+        return False
+    writer.put(replace(writer.record(first), name=name, shape=tuple(tensor.shape), table=None))
+    return True
 
 
 def _related(

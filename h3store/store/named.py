@@ -116,7 +116,7 @@ class Store:
         self._open: dict[str, Range] = {}  # writable ranges: changed blocks live in them until commit
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._fresh: set[str] = set()  # created since the last commit: their spec is still to be chosen
-        self._live: weakref.WeakValueDictionary[tuple[str, bool], Range] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[tuple[Any, bool], Range] = weakref.WeakValueDictionary()
         self._ranges: weakref.WeakSet[Range] = weakref.WeakSet()  # every range over this store's own file
 
     # ---- what exists ----
@@ -179,15 +179,22 @@ class Store:
 
     @_locked
     def range(self, name: str, *, cyclic: bool = False) -> Range:
-        """Returns the range over a tensor: one per name, shared by every tensor over it."""
+        """Returns the range over a tensor, shared by every tensor over it: one per name, or per tied names."""
         record = self.record(name)
         if name in self._open:
             return self._open[name]
-        live = self._live.get((name, cyclic))
+        key = (self._content(record), cyclic)
+        live = self._live.get(key)
         if live is None:
             live = self._open_range(record, self.archive, cyclic)
-            self._live[name, cyclic] = live
+            self._live[key] = live
         return live
+
+    def _content(self, record: TensorRecord) -> Any:
+        """What two names must have in common to share a range: where nothing is written, the same chunks."""
+        if self.writable or record.table is None or not record.n_chunks:
+            return record.name
+        return record.table[1:], record.nbytes, record.dtype, record.spec, record.chunk_bytes, record.base
 
     @_locked
     def __getitem__(self, name: str) -> TieredTensor:

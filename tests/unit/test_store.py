@@ -302,3 +302,40 @@ def test_a_forked_child_is_not_locked_out_by_a_thread_it_does_not_have(path: Pat
     go_on.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_tied_tensors_are_stored_once_and_share_memory_again(tmp_path: Path) -> None:
+    weight = rows(500, 400)
+    tied = {"a": weight, "b": weight, "flat": weight.view(-1), "t": weight.T, "t2": weight.T, "other": weight.clone()}
+    tied |= {"zero": torch.zeros(100, 100), "view": weight[2:]}
+    h3store.save({"a": weight, "t": weight.T, "other": weight, "view": weight[2:]}, tmp_path / "once.h3")
+    h3store.save(tied, tmp_path / "tied.h3")
+    h3store.save({name: value.clone() for name, value in tied.items()}, tmp_path / "loose.h3")
+    sizes = {name: (tmp_path / f"{name}.h3").stat().st_size for name in ("tied", "loose")}
+    assert sizes["tied"] < 0.6 * sizes["loose"]
+    loaded = h3store.load(tmp_path / "tied.h3", ddr_bytes="1MiB")
+    for name, value in tied.items():
+        assert torch.equal(loaded[name], value), name
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr() == loaded["flat"].data_ptr()
+    assert loaded["t"].data_ptr() == loaded["t2"].data_ptr() != loaded["a"].data_ptr()
+    with h3store.open(tmp_path / "tied.h3", mode="r+", ddr_bytes="1MiB") as store:
+        store["b"][0] = 7  # names are written one by one
+        store.remove("a")
+        store.append("flat", torch.ones(3))
+    loaded = h3store.load(tmp_path / "tied.h3", ddr_bytes="1MiB")
+    assert (loaded["b"][0] == 7).all()
+    assert torch.equal(loaded["b"][1:], weight[1:])
+    assert torch.equal(loaded["flat"][:-3], weight.view(-1))
+    assert torch.equal(loaded["other"], weight)
+
+
+def test_memory_that_is_used_again_is_not_taken_for_a_tie(tmp_path: Path) -> None:
+    class Lazy(dict):  # type: ignore[type-arg]
+        """Makes each tensor when asked, so that one may lie where the last one lay."""
+
+        def items(self):  # type: ignore[no-untyped-def]
+            return ((f"t{i}", torch.full((100_000,), float(i))) for i in range(8))
+
+    h3store.save(Lazy(), tmp_path / "lazy.h3")
+    for name, tensor in h3store.load(tmp_path / "lazy.h3").items():
+        assert (tensor == float(name[1:])).all()
