@@ -217,6 +217,9 @@ DTYPES = [
     torch.int16,
     torch.int32,
     torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -238,6 +241,36 @@ def test_every_dtype_round_trips(dtype: torch.dtype, tmp_path: Path) -> None:
         assert tensor.shape == tensors[name].shape
         left, right = tensor.contiguous().reshape(-1), tensors[name].contiguous().reshape(-1)
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_written_evicted_and_reloaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    rows = 2 * MiB // (64 * dtype.itemsize)
+    value = torch.randint(0, 256, (rows, 64 * dtype.itemsize), dtype=torch.uint8)
+    value = value.bool() if dtype == torch.bool else value.view(dtype)  # every bit pattern, NaNs too
+    with h3store.open(tmp_path / "d.h3", mode="w", ddr_bytes="1MiB") as store:
+        tensor = store.create("t", (rows, 64), dtype)
+        tensor[: rows // 2] = value[: rows // 2, :64]
+        tensor[rows // 2 :].copy_(value[rows // 2 :, :64])
+        assert store.stats()["write_backs"] > 0
+        assert torch.equal(tensor.view(torch.uint8), value[:, :64].contiguous().view(torch.uint8))
+    again = h3store.load(tmp_path / "d.h3", ddr_bytes="1MiB")["t"]
+    assert again.dtype == dtype
+    assert torch.equal(again.view(torch.uint8), value[:, :64].contiguous().view(torch.uint8))
+
+
+def test_writable_views_see_one_anothers_writes(tmp_path: Path) -> None:
+    with h3store.open(tmp_path / "v.h3", mode="w", ddr_bytes="1MiB") as store:
+        first = store.create("t", (1024, 1024), torch.float32)
+        second, column, flat = store["t"], first[:, 7], first.view(-1)
+        parameter = torch.nn.Parameter(first)
+        first[3, 7] = 1
+        assert [second[3, 7].item(), column[3].item(), flat[3 * 1024 + 7].item(), parameter[3, 7].item()] == [1] * 4
+        with torch.no_grad():
+            parameter[4] = 2
+        column += 5
+        assert first[4, 6:9].tolist() == [2, 7, 2]
+    assert h3store.load(tmp_path / "v.h3")["t"][3:5, 7].tolist() == [6, 7]
 
 
 def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
