@@ -19,10 +19,12 @@ from h3store.pager import Range, range_holding
 from h3store.signals import own
 from h3store.tensor import dlpack
 from h3store.tensor.gather import FORMS
+from h3store.tensor.panels import PANELS
 
 __all__ = ["TieredTensor", "operands", "over_range", "range_of"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
+_FORMS = FORMS | PANELS
 _NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 # In-place methods that change no element: allowed on read-only tensors.
 _METADATA_ONLY = frozenset(
@@ -261,7 +263,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         before = [tensor._version for tensor in tensors if not tensor.is_inference()]
         entered = lib.h3_op_enter()
         try:
-            form = FORMS.get(func)
+            form = _FORMS.get(func)
             result = form(args, kwargs) if form is not None else None
             if result is None:
                 for tensor in tensors:
