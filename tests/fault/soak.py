@@ -1,8 +1,8 @@
-"""A store under everything at once: writers, commits, evictions, forks, appends, compactions of the file and of memory, a
-reader in another process. `python -m tests.fault.soak --seconds 600` prints what it did; a wrong byte ends it with 1.
+"""A store under everything at once: writers, commits, evictions, forks, appends, compactions of the file and of memory,
+a reader in another process. `python -m tests.fault.soak --seconds 600` prints what it did; a wrong byte ends it with 1.
 
-Every row says which version it is and follows from (row, version), so that any reader can tell a right row from a wrong,
-torn or stale one."""
+Every row says which version it is and follows from (row, version), so that any reader can tell a right row from a
+wrong, torn or stale one."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class Soak:
         for row in range(ROWS):
             if fault := wrong(row, loaded["table"][row].clone(), self.written[row], self.written[row]):
                 self.faults.append(f"after the end: {fault}")
-        return {**self.counts, "evictions": stats["evictions"], "write_backs": stats["write_backs"], "faults": self.faults}
+        seen = {name: stats[name] for name in ("evictions", "write_backs")}
+        return {**self.counts, **seen, "faults": self.faults}
 
     def guard(self, work: object, *args: object) -> None:
         try:
@@ -136,7 +137,8 @@ class Soak:
             stripe = rng.randrange(2)
             rows = [rng.randrange(stripe, ROWS, 2) for _ in range(8)]
             with self.stripes[stripe]:
-                held = self.table[torch.tensor(rows)] if rng.random() < 0.5 else torch.stack([self.table[r] for r in rows])
+                one_by_one = rng.random() < 0.5
+                held = torch.stack([self.table[r] for r in rows]) if one_by_one else self.table[torch.tensor(rows)]
                 due = [self.written[row] for row in rows]
             for row, values, version in zip(rows, held, due, strict=True):
                 if fault := wrong(row, values, version, version):
@@ -156,9 +158,9 @@ class Soak:
             for row, version in enumerate(due):
                 self.committed.set(row, version)
             self.counts["commits"] += 1
-            if rounds % 25 == 0:
+            if rounds % 25 == 0 and hasattr(self.store, "compact"):
                 with self.stripes[0], self.stripes[1]:
-                    if hasattr(self.store, "compact"): self.store.compact()
+                    self.store.compact()
                     self.table = self.store["table"]
                 self.counts["compactions"] += 1
 
