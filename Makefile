@@ -64,7 +64,7 @@ bench: $(VENV)/.stamp-bench
 
 bench-html: $(VENV)/.stamp-bench
 	$(ASV) publish
-	@echo "pages in asv_bench/html: $(BIN)/python -m http.server -d asv_bench/html"
+	@echo "pages (they load scripts from the network) in asv_bench/html: $(BIN)/python -m http.server -d asv_bench/html"
 
 bench-peers: $(VENV)/.stamp-bench
 	$(BIN)/python -m asv_bench.benchmarks.peers --docs $(PEERS_FLAGS)
