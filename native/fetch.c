@@ -5,7 +5,7 @@
  * Threads that each wait in pread reach the disk's depth as well as io_uring does (measured: 12 to 45 KiB at random, depth
  * 8 to 32, equal or better), need no privilege that containers refuse, and decode what they have read.
  *
- * Locks: pool.lock guards the jobs' list and who is inside; job->lock guards how far a job has been handed out, and is
+ * Locks: pool.lock guards the jobs' list, who is inside, and what is asked ahead (also from fault handlers); job->lock guards how far a job has been handed out, and is
  * taken before pager->lock. Neither is held over I/O, an ioctl, a touch of a range or a wait.
  * Rule: a worker claims the blocks of a run together, so while it owns one it waits for nothing but a context, room, and
  * its own reads; blocks that others own come last, when it owns none. Room comes from blocks that nobody owns.
@@ -22,12 +22,15 @@
 #include "pager.h"
 
 enum {
-  WORKERS = 16,
+  WORKERS = 32,
   SPARE = 4,               /* buffers for callers, which work as well */
   RUN_BLOCKS = 64,         /* of one read */
   RUN_BYTES = 512 * 1024,  /* of one read, unless one chunk is longer */
   RUN_GAP = 4096,          /* bytes between two chunks that are read over */
-  IN_FLIGHT = 16 << 20     /* bytes of read buffers in use at once, about */
+  IN_FLIGHT = 16 << 20,    /* bytes of read buffers in use at once, about */
+  ASKS = 32,               /* asked ahead and not begun */
+  ASK_WORKERS = 4,         /* started before they are needed */
+  ASK_BLOCKS = 4           /* of one read ahead: who scans waits for the first, and several are under way */
 };
 
 typedef struct h3_rows {
@@ -43,6 +46,7 @@ typedef struct h3_job {
   uint64_t first, n;
   const h3_rows *rows; /* NULL: blocks are placed */
   uint32_t run_blocks;
+  const h3_stream *scan; /* asked ahead of it; or NULL */
   int most, inside; /* workers; guarded by pool.lock */
   h3_lock lock;     /* guards the rest */
   uint64_t at, failed;
@@ -55,9 +59,18 @@ typedef struct h3_run {
   unsigned char claimed[RUN_BLOCKS];
 } h3_run;
 
+typedef struct h3_ask {
+  h3_range *range;
+  const h3_stream *stream;
+  uint64_t from, to;
+} h3_ask;
+
+_Atomic uint32_t h3_pool_wanted;
 static struct {
   h3_lock lock;
   h3_job *jobs;
+  h3_ask asks[ASKS]; /* oldest first */
+  uint32_t n_asks;
   int started;
   _Atomic uint32_t published, left; /* futex words: a job came; a worker left one */
   char *buffers[WORKERS + SPARE];
@@ -163,10 +176,13 @@ static void visit_rows(void *argument, uint64_t block, const char *raw) {
   visited->done = 1;
 }
 
+/* The scan that this was read for has gone by: bringing it in now would push out what the scan is at. */
+static int too_late(const h3_job *job, uint64_t block) { return job->scan && block < atomic_load(&job->scan->last); }
+
 /* Serves a claimed block. 1: it found no room and is nobody's again. */
 static int serve_claimed(h3_job *job, uint64_t block, const h3_window *window) {
   h3_visited visited = {job, 0};
-  h3_fill_with with = {.window = window};
+  h3_fill_with with = {.window = window, .scan = job->scan != NULL};
   if (!job->rows) return h3_block_fill(job->range, block, &with);
   if (!has_room(job->range, block)) return pass_by(job, block, window);
   with.visit = visit_rows;
@@ -196,7 +212,8 @@ static void serve_run(h3_job *job, h3_run *run, char *buffer) {
   h3_range *range = job->range;
   h3_window window = {0};
   char *data = NULL;
-  for (uint32_t i = 0; i < run->n; i++) run->claimed[i] = (unsigned char)h3_block_claim(range, run->blocks[i]);
+  for (uint32_t i = 0; i < run->n; i++)
+    run->claimed[i] = (unsigned char)(!too_late(job, run->blocks[i]) && h3_block_claim(range, run->blocks[i]));
   atomic_fetch_add(&range->readers, 1); /* before the file is looked at: see h3_range_detach */
   h3_file *file = range->file;
   /* A read that fails is repeated chunk by chunk, so that one bad sector fails one block. */
@@ -204,6 +221,10 @@ static void serve_run(h3_job *job, h3_run *run, char *buffer) {
     window = (h3_window){file, run->offset, run->bytes, data};
   for (uint32_t i = 0; i < run->n; i++) {
     if (!run->claimed[i]) continue;
+    if (too_late(job, run->blocks[i])) {
+      h3_block_settle(&range->blocks[run->blocks[i]], H3_ABSENT, 0);
+      continue;
+    }
     const int status = serve_claimed(job, run->blocks[i], &window);
     if (status < 0) note_failure(job, run->blocks[i], status);
     run->claimed[i] = status != 1;
@@ -257,17 +278,66 @@ static void leave(h3_job *job) {
   h3_futex_wake(&pool.left, INT32_MAX);
 }
 
+/* ---- what is asked ahead ---- */
+
+static void drop_ask(uint32_t i) {
+  pool.n_asks--;
+  memmove(&pool.asks[i], &pool.asks[i + 1], (pool.n_asks - i) * sizeof *pool.asks);
+}
+
+int h3_pool_ask(h3_range *range, const h3_stream *stream, uint64_t from, uint64_t to) {
+  h3_lock_acquire(&pool.lock);
+  const int taken = pool.started && pool.n_asks < ASKS && !atomic_load(&range->still);
+  if (taken) pool.asks[pool.n_asks++] = (h3_ask){range, stream, from, to};
+  if (!pool.started) atomic_store(&h3_pool_wanted, 1);
+  h3_lock_release(&pool.lock);
+  if (!taken) return 0;
+  atomic_fetch_add(&pool.published, 1);
+  h3_futex_wake(&pool.published, (int)((to - from + ASK_BLOCKS - 1) / ASK_BLOCKS));
+  return 1;
+}
+
+/* The next piece, as a job of this worker's own; its range stays while it counts as a reader. */
+static int take_ask(h3_job *job) {
+  h3_lock_acquire(&pool.lock);
+  const int found = pool.n_asks > 0;
+  if (found) {
+    h3_ask *ask = &pool.asks[0];
+    const uint64_t left = ask->to - ask->from, n = left < ASK_BLOCKS ? left : ASK_BLOCKS;
+    *job = (h3_job){.range = ask->range, .first = ask->from, .n = n, .run_blocks = ASK_BLOCKS, .scan = ask->stream};
+    atomic_fetch_add(&ask->range->readers, 1);
+    ask->from += n;
+    if (ask->from == ask->to) drop_ask(0);
+  }
+  h3_lock_release(&pool.lock);
+  return found;
+}
+
+void h3_ahead_stop(h3_range *range) {
+  atomic_fetch_add(&range->still, 1);
+  h3_lock_acquire(&pool.lock);
+  for (uint32_t i = pool.n_asks; i-- > 0;)
+    if (pool.asks[i].range == range) drop_ask(i);
+  h3_lock_release(&pool.lock);
+  while (atomic_load(&range->readers)) usleep(50);
+}
+
+void h3_ahead_resume(h3_range *range) { atomic_fetch_sub(&range->still, 1); }
+
 static void *work(void *argument) {
   char *buffer = buffer_of((int)(intptr_t)argument);
   for (;;) {
     const uint32_t seen = atomic_load(&pool.published);
-    h3_job *job = enter();
-    if (!job) {
+    h3_job *job = enter(), asked;
+    if (job) {
+      serve(job, buffer);
+      leave(job);
+    } else if (take_ask(&asked)) {
+      serve(&asked, buffer);
+      atomic_fetch_sub(&asked.range->readers, 1);
+    } else {
       h3_futex_wait(&pool.published, seen);
-      continue;
     }
-    serve(job, buffer);
-    leave(job);
   }
   return NULL;
 }
@@ -282,9 +352,20 @@ static void start_workers(int wanted) {
   pthread_attr_destroy(&attributes);
 }
 
+void h3_pool_start(void) {
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&pool.lock);
+  start_workers(ASK_WORKERS);
+  h3_lock_release(&pool.lock);
+  h3_signals_restore(&saved);
+  atomic_store(&h3_pool_wanted, 0);
+}
+
 void h3_pool_after_fork(void) {
   pool.lock.word = 0;
   pool.jobs = NULL;
+  pool.n_asks = 0;
   pool.started = 0;
   atomic_store(&pool.spare, 0);
 }

@@ -87,7 +87,7 @@ void h3_block_settle(h3_block *block, uint32_t state, uint32_t set) {
   if (seen & H3_WAITERS) h3_futex_wake(&block->word, INT32_MAX);
 }
 
-static int fill(h3_range *range, uint64_t index, int pin, const h3_fill_with *with) {
+static int fill(h3_range *range, uint64_t index, int pin, int scan, const h3_fill_with *with) {
   h3_pager *pager = range->pager;
   h3_block *block = &range->blocks[index];
   const uint64_t span = (uint64_t)h3_pages_of(range, index) * H3_PAGE;
@@ -116,11 +116,11 @@ static int fill(h3_range *range, uint64_t index, int pin, const h3_fill_with *wi
   h3_lock_acquire(&pager->lock);
   pager->slots[slot].range = range;
   pager->slots[slot].block = index;
-  h3_admit(pager, slot);
+  h3_admit(pager, slot, scan);
   pager->in_flight--;
+  atomic_fetch_add(&range->resident, (uint64_t)pages * H3_PAGE); /* before anybody can evict it */
   h3_block_settle(block, H3_RESIDENT, pin ? H3_ONE_PIN : 0);
   h3_lock_release(&pager->lock);
-  atomic_fetch_add(&range->resident, (uint64_t)pager->slots[slot].pages * H3_PAGE);
   atomic_fetch_add(&pager->fills, 1);
   atomic_fetch_add(&pager->event, 1);
   h3_futex_wake(&pager->event, INT32_MAX);
@@ -134,8 +134,8 @@ int h3_block_claim(h3_range *range, uint64_t index) {
   return 0;
 }
 
-static int fill_claimed(h3_range *range, uint64_t index, int pin, const h3_fill_with *with) {
-  const int status = fill(range, index, pin, with);
+static int fill_claimed(h3_range *range, uint64_t index, int pin, int scan, const h3_fill_with *with) {
+  const int status = fill(range, index, pin, scan, with);
   if (status < 0) {
     atomic_fetch_add(&range->pager->errors, 1);
     h3_block_settle(&range->blocks[index], H3_ABSENT, 0);
@@ -145,7 +145,7 @@ static int fill_claimed(h3_range *range, uint64_t index, int pin, const h3_fill_
 
 int h3_block_fill(h3_range *range, uint64_t index, const h3_fill_with *with) {
   atomic_fetch_add(&range->pager->prefetches, 1);
-  return fill_claimed(range, index, 0, with);
+  return fill_claimed(range, index, 0, with->scan, with);
 }
 
 int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
@@ -154,12 +154,12 @@ int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
   for (;;) {
     const uint32_t state = seen & H3_STATE_MASK;
     if (state == H3_RESIDENT) {
-      if ((seen & H3_QUARANTINE) && why != H3_WHY_FAULT) return range->error < 0 ? range->error : H3_E_CORRUPT;
+      if ((seen & H3_QUARANTINE) && why == H3_WHY_PREFETCH) return range->error < 0 ? range->error : H3_E_CORRUPT;
       if (!pin || atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return H3_OK;
     } else if (state == H3_ABSENT) {
       if (!atomic_compare_exchange_weak(&block->word, &seen, (seen & H3_FORCE_DIRTY) | H3_FILLING)) continue;
       if (why == H3_WHY_PREFETCH) atomic_fetch_add(&range->pager->prefetches, 1);
-      return fill_claimed(range, index, pin, NULL);
+      return fill_claimed(range, index, pin, why == H3_WHY_SCAN, NULL);
     } else {
       if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
       atomic_fetch_add(&range->pager->waits, 1);

@@ -49,7 +49,8 @@ static void range_reset(h3_range *range) {
   for (uint64_t i = 0; i < blocks; i++)
     if (range->blocks[i].word) range->blocks[i].word = range->blocks[i].slot = 0;
   range->resident = 0;
-  range->readers = 0;
+  range->readers = range->still = 0;
+  range->ahead_lock.word = 0;
   while (range->quarantined) h3_zeros_gone(range);
   range->flush_lock.word = range->quarantine_lock.word = 0;
 }

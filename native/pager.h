@@ -84,6 +84,16 @@ typedef struct h3_list {
   uint64_t bytes, count;
 } h3_list;
 
+/* A scan of a range, as its faults show it. */
+enum { H3_STREAMS = 8 };
+typedef struct h3_stream {
+  _Atomic uint64_t last; /* block touched last */
+  uint64_t end;       /* blocks below have been asked for */
+  uint64_t window;    /* blocks that it may be ahead by */
+  uint64_t hits;      /* touches that continued it */
+  uint64_t turn;      /* of its last touch; 0: none */
+} h3_stream;
+
 enum { H3_MODE_MOVE = 0, H3_MODE_COPY = 1, H3_MODE_PROTECT = 2 };
 
 struct h3_pager {
@@ -134,6 +144,10 @@ struct h3_range {
   h3_range *base;
   h3_block *blocks;
   _Atomic uint64_t resident;
+  h3_lock ahead_lock; /* guards streams; see ahead.c */
+  h3_stream streams[H3_STREAMS];
+  uint64_t stream_turn;
+  _Atomic uint32_t still;   /* nothing may be asked ahead now */
   _Atomic uint32_t readers; /* who reads the file without owning a slot: detach and destroy wait for them */
   _Atomic int error; /* of the last failed fill */
   _Atomic uint64_t error_epoch;
@@ -163,7 +177,7 @@ int h3_slot_acquire_idle(h3_pager *pager, uint32_t pages, uint32_t *out);
 void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
 
 /* replace.c: which block leaves. All but h3_left_stamp under pager->lock */
-void h3_admit(h3_pager *pager, uint32_t slot);   /* the slot's block is coming; sets the block's slot */
+void h3_admit(h3_pager *pager, uint32_t slot, int scan);   /* the slot's block is coming; sets the block's slot */
 void h3_readmit(h3_pager *pager, uint32_t slot); /* it could not leave after all */
 void h3_retire(h3_pager *pager, uint32_t slot);  /* off its list */
 uint32_t h3_victim(h3_pager *pager);             /* EVICTING and off its list, or H3_NO_SLOT */
@@ -187,7 +201,7 @@ void h3_block_discard(h3_range *range, uint64_t block);
 int h3_block_leave(h3_range *range, uint64_t block, int save);
 
 /* fill.c */
-enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1 };
+enum { H3_WHY_FAULT = 0, H3_WHY_PREFETCH = 1, H3_WHY_SCAN = 2 }; /* SCAN: a fault that follows others */
 int h3_block_acquire(h3_range *range, uint64_t block, int pin, int why);
 /* Takes a block from ABSENT to FILLING; 0 if it is anything else. Who claims must fill or settle it. */
 int h3_block_claim(h3_range *range, uint64_t block);
@@ -196,6 +210,7 @@ typedef struct h3_fill_with {
   const h3_window *window;
   void (*visit)(void *argument, uint64_t block, const char *raw);
   void *argument;
+  int scan; /* most likely read once: see replace.c */
 } h3_fill_with;
 /* Fills a block that the caller has claimed; on an error it is absent again. */
 int h3_block_fill(h3_range *range, uint64_t block, const h3_fill_with *with);
@@ -211,6 +226,18 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
 /* Makes blocks [first, end) resident at queue depth, those that can be. failed: the first block that could not be. */
 int h3_fetch_span(h3_range *range, uint64_t first, uint64_t end, uint64_t *failed);
 void h3_pool_after_fork(void);
+/* Threads for work that is asked for inside fault handlers, where none can be started. Ordinary context. */
+void h3_pool_start(void);
+extern _Atomic uint32_t h3_pool_wanted; /* somebody asked, and there was no thread */
+/* Asks for blocks [from, to) soon, as far as the stream has not passed them by then; 0 if the pool can't take it.
+ * Async-signal-safe. */
+int h3_pool_ask(h3_range *range, const h3_stream *stream, uint64_t from, uint64_t to);
+/* Between the two nobody works for the range unless a caller waits for it. */
+void h3_ahead_stop(h3_range *range);
+void h3_ahead_resume(h3_range *range);
+
+/* ahead.c: a fault on a block is about to be served; 1 if it is one of a scan */
+int h3_ahead(h3_range *range, uint64_t block);
 
 /* evict.c */
 /* The slot's block is EVICTING and off its list; on H3_OK the slot is free and holds pages. */

@@ -58,6 +58,7 @@ int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **o
   atomic_fetch_add(&pager->references, 1);
   if (range->file) h3_file_retain(range->file);
   if (range->base) atomic_fetch_add(&range->base->references, 1);
+  if (!range->cyclic && h3_block_count(range) > 1) h3_pool_start();
   *out = range;
 out:
   if (status < 0) {
@@ -138,6 +139,7 @@ void h3_range_destroy(h3_range *range) {
   h3_sigmask saved;
   h3_signals_block(&saved);
   unlink_range(range);
+  h3_ahead_stop(range);
   range->writable = 0;
   for (uint64_t i = 0; i < range->n_blocks_capacity; i++) {
     uint32_t word = atomic_load(&range->blocks[i].word);

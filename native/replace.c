@@ -67,7 +67,7 @@ static int left_lately(const h3_pager *pager, uint32_t stamp) {
   return stamp && (uint32_t)atomic_load(&pager->evictions) - stamp <= pager->live_slots / 2;
 }
 
-void h3_admit(h3_pager *pager, uint32_t index) {
+void h3_admit(h3_pager *pager, uint32_t index, int scan) {
   h3_slot *slot = &pager->slots[index];
   h3_range *range = slot->range;
   h3_block *block = &range->blocks[slot->block];
@@ -75,7 +75,7 @@ void h3_admit(h3_pager *pager, uint32_t index) {
   uint8_t list = H3_LIST_NEW;
   if (range->cyclic) list = H3_LIST_CYCLIC;
   else if (left_lately(pager, stamp)) list = H3_LIST_KEPT;
-  else if (ends_a_run(pager, range, slot->block)) list = H3_LIST_SCAN;
+  else if (scan || ends_a_run(pager, range, slot->block)) list = H3_LIST_SCAN;
   atomic_store_explicit(&block->slot, index, memory_order_relaxed);
   slot->admitted = ++pager->admissions;
   push(pager, index, list);

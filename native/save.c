@@ -159,6 +159,7 @@ int h3_range_resize(h3_range *range, uint64_t bytes) {
   h3_sigmask saved;
   h3_signals_block(&saved);
   h3_lock_acquire(&range->flush_lock);
+  h3_ahead_stop(range); /* blocks past the new end must not come back */
   const uint64_t old = range->bytes, smaller = bytes < old ? bytes : old;
   for (uint64_t i = (bytes + range->block_bytes - 1) / range->block_bytes, n = h3_block_count(range); i < n; i++) {
     status = h3_block_leave(range, i, 0);
@@ -172,6 +173,7 @@ int h3_range_resize(h3_range *range, uint64_t bytes) {
   else
     range->bytes = bytes;
 out:
+  h3_ahead_resume(range);
   h3_lock_release(&range->flush_lock);
   h3_signals_restore(&saved);
   return status;

@@ -34,6 +34,7 @@ uint64_t h3_op_enter(void) {
   if (H3_UNLIKELY(!thread_had_ops)) first_operation();
   atomic_fetch_add(&ops_in_flight, 1);
   if (!h3_signals_ours()) h3_signals_install();
+  if (H3_UNLIKELY(atomic_load(&h3_pool_wanted))) h3_pool_start();
   return atomic_load(&error_epoch);
 }
 
@@ -161,7 +162,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
   } else {
     foreign_repeats = 0;
     atomic_fetch_add(&range->pager->faults, 1);
-    int status = h3_block_acquire(range, index, 0, H3_WHY_FAULT);
+    int status = h3_block_acquire(range, index, 0, h3_ahead(range, index) ? H3_WHY_SCAN : H3_WHY_FAULT);
     if (status < 0 && op_will_report()) status = quarantine(range, index, status);
     if (status < 0) give_up(number, range, index, h3_strerror(status));
   }

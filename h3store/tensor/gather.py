@@ -69,12 +69,12 @@ def _rows_contiguous(tensor: torch.Tensor, at_dim: int = 0) -> bool:
     return True
 
 
-def _read(rows: _Rows | None) -> torch.Tensor | None:
-    """The rows, or None where the plain operation does as well: all resident, or it is the one to raise."""
+def _offsets(rows: _Rows | None) -> tuple[Range, torch.Tensor, torch.Tensor] | None:
+    """The range, ascending byte offsets of rows and their places; None where all is resident, or an index is wrong."""
     if rows is None or rows.index.numel() == 0 or rows.row_bytes == 0:
         return None
     tiered = _range_under(rows.tensor)
-    if tiered is None or rows.tensor.is_conj() or rows.tensor.is_neg():
+    if tiered is None:
         return None
     base = rows.tensor.data_ptr() - tiered.address
     form = ffi.new("h3_row_set *", (base, rows.stride, rows.row_bytes, rows.count, rows.wrap))
@@ -83,11 +83,53 @@ def _read(rows: _Rows | None) -> torch.Tensor | None:
         return None
     index = torch.where(rows.index < 0, rows.index + rows.count, rows.index) if rows.wrap else rows.index
     offsets, positions = torch.sort(index * rows.stride + base)
+    return tiered, offsets, positions
+
+
+def _read(rows: _Rows | None) -> torch.Tensor | None:
+    """The rows, or None where the plain operation does as well, or it is the one to raise."""
+    found = _offsets(rows)
+    if rows is None or found is None or rows.tensor.is_conj() or rows.tensor.is_neg():
+        return None
+    tiered, offsets, positions = found
     if rows.tensor.requires_grad and torch.is_grad_enabled():  # autograd wants the plain operation
         tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
         return None
     out = torch.empty(rows.shape, dtype=rows.tensor.dtype)
     tiered.read_rows(offsets.numpy(), positions.numpy(), rows.row_bytes, out.data_ptr())
+    return out
+
+
+def _fetch(rows: _Rows | None) -> None:
+    """Rows that are about to be changed come in together; the plain operation then changes them."""
+    found = _offsets(rows)
+    if rows is not None and found is not None:
+        tiered, offsets, _ = found
+        tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
+
+
+def _clone(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A whole tensor or slice goes to its copy without passing through the budget."""
+    tensor = args[0] if len(args) == 1 else None
+    if not isinstance(tensor, torch.Tensor) or kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return None
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return None
+    tiered = _range_under(tensor)
+    if tiered is None or tensor.nbytes < 2 * tiered.block_bytes:
+        return None
+    start, end = tensor.data_ptr() - tiered.address, tensor.data_ptr() - tiered.address + tensor.nbytes
+    if end > tiered.nbytes or tiered.resident_bytes >= tiered.nbytes:
+        return None
+    out = torch.empty_like(tensor.detach().as_subclass(torch.Tensor))
+    whole = np.arange(start, end - tiered.block_bytes + 1, tiered.block_bytes, dtype=np.int64)
+    tiered.read_rows(whole, np.arange(len(whole)), tiered.block_bytes, out.data_ptr())
+    rest = tensor.nbytes % tiered.block_bytes
+    if rest:
+        last = np.array([end - rest], np.int64)
+        tiered.read_rows(last, np.zeros(1, np.int64), rest, out.data_ptr() + tensor.nbytes - rest)
     return out
 
 
@@ -239,6 +281,20 @@ def _gather(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
     return _Rows(tensor, flat, index.shape, at_dim=tensor.dim() - 1)
 
 
+def _setitem(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    return _getitem(args[:2], kwargs)
+
+
+def _index_put(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    if len(args) < 2 or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], (tuple, list)):
+        return None
+    return _bracketed(args[0], tuple(args[1]))
+
+
+def _at_index(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
+    return _select(*args[:3]) if len(args) >= 3 and isinstance(args[0], torch.Tensor) else None
+
+
 _NAMED: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], _Rows | None]] = {
     torch.Tensor.index_select: _index_select,
     torch.index_select: _index_select,
@@ -252,11 +308,25 @@ _NAMED: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], _Rows
 }
 
 
-def _form(named: Callable[[Sequence[Any], dict[str, Any]], _Rows | None]) -> Callable[..., torch.Tensor | None]:
-    return lambda args, kwargs: _read(named(args, kwargs))
+_CHANGED: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], _Rows | None]] = {
+    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.index_put_: _index_put,
+    torch.Tensor.index_copy_: _at_index,
+    torch.Tensor.index_add_: _at_index,
+    torch.Tensor.index_fill_: _at_index,
+}
+
+
+def _form(
+    use: Callable[[_Rows | None], torch.Tensor | None], named: Callable[[Sequence[Any], dict[str, Any]], _Rows | None]
+) -> Callable[[Sequence[Any], dict[str, Any]], torch.Tensor | None]:
+    return lambda args, kwargs: use(named(args, kwargs))
 
 
 # Operation -> function of its (args, kwargs) that returns the result, or None for the plain operation to do it.
-FORMS: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
-    func: _form(named) for func, named in _NAMED.items()
+FORMS: dict[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], torch.Tensor | None]] = {
+    **{func: _form(_read, named) for func, named in _NAMED.items()},
+    **{func: _form(_fetch, named) for func, named in _CHANGED.items()},
+    torch.Tensor.clone: _clone,
+    torch.clone: _clone,
 }

@@ -193,6 +193,87 @@ def test_out_argument_and_changed_blocks(value: torch.Tensor) -> None:
     assert torch.equal(tensor.index_select(0, torch.arange(ROWS)), changed)
 
 
+def changed_by(form: Callable[[torch.Tensor], object], value: torch.Tensor) -> torch.Tensor:
+    plain = value.clone()
+    form(plain)
+    return plain
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda t: t.__setitem__(INDEX, 3.0),
+        lambda t: t.__setitem__(MASK, torch.arange(float(COLS))),
+        lambda t: t.__setitem__(PAIR, -1.0),
+        lambda t: t.index_put_((INDEX,), torch.ones(COLS), accumulate=True),
+        lambda t: t.index_copy_(0, torch.arange(0, 900, 3), torch.ones(300, COLS)),
+        lambda t: t.index_add_(0, INDEX, torch.ones(350, COLS)),
+        lambda t: t.index_fill_(1, torch.tensor([3, 5]), 2.0),
+    ],
+)
+def test_rows_are_changed(value: torch.Tensor, delivery: str, form: Callable[[torch.Tensor], object]) -> None:
+    tensor = cold(value, 64 * KIB, delivery)
+    form(tensor)
+    want = changed_by(form, value)
+    assert torch.equal(tensor.clone(), want)
+    tensor._h3_range.drop()
+    assert torch.equal(tensor + 0, want)
+
+
+def test_clones_of_slices(value: torch.Tensor) -> None:
+    tensor = cold(value, 64 * KIB)
+    for part in (slice(None), slice(3, 1200), slice(7, 8), slice(40, 57), slice(1400, None)):
+        for _ in range(2):
+            assert torch.equal(tensor[part].clone(), value[part])
+            assert torch.equal(tensor.view(-1)[part].clone(), value.view(-1)[part])
+    assert torch.equal(tensor.t().clone(), value.t())
+    assert tensor.t().clone().stride() == value.t().clone().stride()
+    assert torch.equal(tensor[::3].clone(memory_format=torch.contiguous_format), value[::3])
+    assert tensor._h3_range.pager.stats()["peak_resident_bytes"] <= 64 * KIB
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_scans_are_read_ahead(delivery: str) -> None:
+    source = torch.arange(2_000_000, dtype=torch.int32)  # 7.6 MiB
+    tensor = cold(source, 1024 * KIB, delivery, block_bytes=8 * KIB)
+    before = tensor._h3_range.pager.stats()
+    for _ in range(2):
+        assert torch.equal(tensor + 0, source)
+    after = tensor._h3_range.pager.stats()
+    assert after["peak_resident_bytes"] <= 1024 * KIB
+    # Nothing is read much more than once a pass, and a part of it by the pool: how much depends on who is faster.
+    assert after["bytes_decoded"] - before["bytes_decoded"] <= 2.3 * source.nbytes
+    if delivery != "dispatch":
+        assert after["prefetches"] - before["prefetches"] > (after["fills"] - before["fills"]) // 10
+
+
+def test_a_scan_across_a_damaged_block_raises(tmp_path: Path) -> None:
+    value = torch.randn(ROWS, 512)
+    damaged(tmp_path / "t.h3", value)
+    for _ in range(5):
+        tensor = h3store.load(tmp_path / "t.h3", ddr_bytes="2MiB")["t"]
+        with pytest.raises(CorruptBlockError, match="tensor 't', block"):
+            tensor.sum()
+        with pytest.raises(CorruptBlockError, match="tensor 't', block"):
+            tensor.clone()
+
+
+def test_growth_and_end_while_the_pool_reads_ahead(tmp_path: Path) -> None:
+    for turn in range(15):
+        store = h3store.open(tmp_path / "t.h3", mode="w", ddr_bytes="2MiB")
+        tensor = store.create("t", (64, 4096), torch.float32, chunk_bytes=4096)
+        tensor.copy_(torch.arange(64.0)[:, None].expand(64, 4096))
+        tensor._h3_range.drop()
+        tensor[:20].sum()
+        longer = store.append("t", torch.full((3, 4096), float(turn)))
+        assert torch.equal(longer[:, 7], torch.cat([torch.arange(64.0), torch.full((3,), float(turn))]))
+        longer._h3_range.drop()
+        longer[:30].sum()
+        store.close(commit=False)
+        del tensor, longer, store
+
+
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_threads_gather_and_write_at_once(value: torch.Tensor, delivery: str) -> None:
     """Readers must see each row as it was before or after the writer's single row-wide change."""
@@ -230,7 +311,7 @@ def test_threads_gather_and_write_at_once(value: torch.Tensor, delivery: str) ->
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for_ever"])
 @pytest.mark.parametrize("kind", ["READ", "IOCTL", "ALLOC"])
 def test_nth_failure_raises_or_gives_the_right_rows(value: torch.Tensor, kind: str, forever: bool) -> None:
-    tensor = cold(value, 512 * KIB, block_bytes=16 * KIB)
+    tensor = cold(value, 1024 * KIB, block_bytes=16 * KIB)
     want = value[INDEX]
     number = getattr(lib, f"H3_FAULT_{kind}")
     n, raised = 1, 0
