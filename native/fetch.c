@@ -47,6 +47,7 @@ typedef struct h3_job {
   const h3_rows *rows; /* NULL: blocks are placed */
   uint32_t run_blocks;
   const h3_stream *scan; /* asked ahead of it; or NULL */
+  int in_order;          /* neighbours: they leave in the order they came, whichever worker was first */
   int most, inside; /* workers; guarded by pool.lock */
   h3_lock lock;     /* guards the rest */
   uint64_t at, failed;
@@ -182,7 +183,7 @@ static int too_late(const h3_job *job, uint64_t block) { return job->scan && blo
 /* Serves a claimed block. 1: it found no room and is nobody's again. */
 static int serve_claimed(h3_job *job, uint64_t block, const h3_window *window) {
   h3_visited visited = {job, 0};
-  h3_fill_with with = {.window = window, .scan = job->scan != NULL};
+  h3_fill_with with = {.window = window, .scan = job->scan || job->in_order};
   if (!job->rows) return h3_block_fill(job->range, block, &with);
   if (!has_room(job->range, block)) return pass_by(job, block, window);
   with.visit = visit_rows;
@@ -416,7 +417,7 @@ static void run_job(h3_job *job) {
 /* ---- the contract's functions ---- */
 
 int h3_fetch_span(h3_range *range, uint64_t first, uint64_t end, uint64_t *failed) {
-  h3_job job = {.range = range, .first = first, .n = end > first ? end - first : 0};
+  h3_job job = {.range = range, .first = first, .n = end > first ? end - first : 0, .in_order = end - first > 2};
   if (job.n) run_job(&job);
   *failed = job.failed;
   return job.status;
