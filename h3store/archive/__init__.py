@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h3store.archive.compact import compacted
 from h3store.archive.contents import Contents
 from h3store.archive.reader import Reader
 from h3store.archive.records import ACCESS_CHUNK_BYTES, DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
@@ -11,4 +12,5 @@ from h3store.archive.writer import Writer
 from h3store.codec import CHUNK_DTYPE
 
 __all__ = ["ACCESS_CHUNK_BYTES", "CHUNK_DTYPE", "DEFAULT_CHUNK_BYTES", "ArchiveInfo", "BadChunk", "BaseRef", "Contents",
-           "Reader", "TensorInfo", "TensorRecord", "VerifyReport", "Writer", "describe", "rollback", "verify"]
+           "Reader", "TensorInfo", "TensorRecord", "VerifyReport", "Writer", "compacted", "describe", "rollback",
+           "verify"]

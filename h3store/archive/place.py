@@ -28,8 +28,8 @@ class Place:
         pending: a new file that is not yet at its path.
     """
 
-    def __init__(self, path: str, *, new: bool) -> None:
-        """Locks path, and opens its partial file when new.
+    def __init__(self, path: str, *, new: bool, held: bool = False) -> None:
+        """Locks path, and opens its partial file when new. held: the caller has the lock of path already.
 
         Raises:
             ArchiveLockedError, ArchiveNotFoundError, ArchiveFormatError, StorageFullError, ArchiveError.
@@ -42,26 +42,44 @@ class Place:
         self._pid = os.getpid()
         self.pending = new
         for _ in range(_TRIES):
-            if self._take(new):
+            if self._take(new, held):
                 self.replaces = new and self._old_fd >= 0
+                if not new:
+                    self._sweep()
                 return
             self._drop()
         raise ArchiveLockedError(f"{path}: other writers keep replacing it; stop them, then try again")
 
-    def _take(self, new: bool) -> bool:
+    def _take(self, new: bool, held: bool) -> bool:
         """One attempt; False when a name was replaced between its opening and its lock."""
         if not new:
             self.fd = self._locked(open_regular(self.path, os.O_RDWR))
             return _is_at(self.fd, self.path)
-        if os.path.lexists(self.path):
+        if not held and os.path.lexists(self.path):
             self._old_fd = self._locked(open_regular(self.path, os.O_RDONLY))
             if not _is_at(self._old_fd, self.path):
                 return False
         self.fd = self._locked(self._create_partial())
-        if not _is_at(self.fd, self._partial) or (self._old_fd < 0 and os.path.lexists(self.path)):
+        if not _is_at(self.fd, self._partial) or (
+            not held and self._old_fd < 0 and os.path.lexists(self.path)
+        ):
             return False
         self.truncate(0)
         return True
+
+    def _sweep(self) -> None:
+        """Removes what a killed writer left of a file to replace this one; the holder of this lock alone may."""
+        try:
+            fd = os.open(self._partial, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(self._partial)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
 
     def _create_partial(self) -> int:
         try:

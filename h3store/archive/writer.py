@@ -50,7 +50,8 @@ class Writer:
         metadata: the writer's own, JSON types; change it in place.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "w", *, visible: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: str = "w", *, visible: bool = True,
+                 replacing: Writer | None = None) -> None:
         """Opens an archive.
 
         Args:
@@ -59,6 +60,7 @@ class Writer:
                 where there was none, an empty archive is committed at once. "r+" opens the last commit and cuts off
                 what was appended after it.
             visible: False keeps a new archive from its path until the first real commit.
+            replacing: with "w": the writer that has the old file locked; uuid and sequence go on.
 
         Raises:
             ArchiveLockedError: another writer has it. ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError,
@@ -75,18 +77,19 @@ class Writer:
         self._patched = 0  # the feature bit, from the first patch record on
         self._lock = threading.RLock()
         self._io: FileIO | None = None
-        self._place = Place(self.path, new=mode == "w")
+        self._place = Place(self.path, new=mode == "w", held=replacing is not None)
         try:
             if mode == "w":
-                self._start_new(visible)
+                self._start_new(visible, replacing)
             else:
                 self._start_at_last_commit()
         except BaseException:
             self.close()
             raise
 
-    def _start_new(self, visible: bool) -> None:
-        self.uuid = uuid_module.uuid4().bytes
+    def _start_new(self, visible: bool, replacing: Writer | None) -> None:
+        self.uuid: bytes = uuid_module.uuid4().bytes if replacing is None else replacing.uuid
+        self.sequence = 0 if replacing is None else replacing.sequence
         self._io = FileIO(self._place.fd, 0, self.path, writable=True)
         self.io.append(Header(self.uuid).to_bytes(), "header")
         if visible and not self._place.replaces:

@@ -1,4 +1,4 @@
-"""inspect and verify: what lies in an archive."""
+"""inspect, verify and compact: what lies in an archive."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def add_to(commands: Any) -> None:
     """Adds this group's commands."""
     _add_inspect(commands)
     _add_verify(commands)
+    _add_compact(commands)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -100,6 +101,26 @@ def _verify(args: argparse.Namespace) -> int:
         what = "damaged block" if all(bad.block >= 0 for bad in report.bad) else "damaged part"
         raise CorruptArchiveError(f"{args.file}: {counted(len(report.bad), what)}, the first is "
                                   f"{_place(report.bad[0])}; take the file from a copy")
+    return DONE
+
+
+def _add_compact(commands: Any) -> None:
+    parser = command(commands, "compact", _compact, "rewrite an archive without what is no longer in use",
+                     "h3store compact weights.h3")
+    parser.add_argument("file", type=Path, metavar="FILE", help="an archive that no other process is writing")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _compact(args: argparse.Namespace) -> int:
+    from h3store.store import open as open_store
+
+    with open_store(args.file, mode="r+") as store:
+        freed = store.compact()
+    kept = args.file.stat().st_size
+    if args.json:
+        print_json({"file": str(args.file), "file_bytes": kept, "freed_bytes": freed})
+    else:
+        print(f"{args.file}: {format_bytes(kept)}, {format_bytes(freed)} less")
     return DONE
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from h3store.archive import Reader, TensorRecord, Writer
+from h3store.archive import Reader, TensorRecord, Writer, compacted
 from h3store.archive.layout import xxh64
 from h3store.codec import MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
 from h3store.errors import (
@@ -429,6 +429,64 @@ class Store:
         """Forgets a tensor; durable after commit(). Its bytes in the file become dead space."""
         self._writer().remove(name)
         self._let_go(name)
+
+    __delitem__ = remove
+
+    @_locked
+    def resize(self, name: str, rows: int) -> TieredTensor:
+        """Makes a tensor longer or shorter along its first dimension and returns it; durable after commit().
+
+        New rows are zero. Tensors taken before see the old length; after a cut they are read-only.
+
+        Raises:
+            UsageError: rows below 0, or a tensor without dimensions.
+        """
+        record = self.record(name)
+        tiered = self._writable_range(name)
+        shape = self._shapes[name]
+        if not shape or not isinstance(rows, int) or rows < 0:
+            raise UsageError(f"{name!r} has shape {shape}; {rows!r} rows are no length of its dimension 0")
+        new_shape = (rows, *shape[1:])
+        dtype = torch_dtype(record.dtype)
+        nbytes = int(np.prod(new_shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes > tiered.capacity_bytes or nbytes < tiered.nbytes:  # who reads the old range is not cut short
+            tiered = self._regrow(name, max(nbytes, tiered.nbytes))
+        tiered.resize(nbytes)
+        self._shapes[name] = new_shape
+        return over_range(tiered, dtype, new_shape)
+
+    @_locked
+    def compact(self) -> int:
+        """Commits, then rewrites the file without what no tensor needs any longer. Blocks on the disk.
+
+        Takes as much free disk as the tensors take. Tensors taken before keep reading the old bytes and are read-only:
+        take them again from the store. Readers in other processes keep the version that they opened. After a crash at
+        any moment the file is the old one or the new one, whole.
+
+        Returns: bytes that the file became shorter.
+
+        Raises:
+            StorageFullError, ArchiveError, CorruptBlockError: the store goes on as it was.
+        """
+        writer = self._writer()
+        held = list(self._open.values())
+        for tiered in held:  # from here on a write would be lost: it is refused
+            tiered.writable = False
+        try:
+            self.commit()
+            before = os.fstat(writer.fd).st_size
+            new = compacted(writer)
+        except BaseException:
+            for tiered in held:
+                tiered.writable = True
+            raise
+        self._detach(writer)
+        writer.close()
+        self._archive = new
+        self._open.clear()
+        self._live.clear()
+        self._ranges.clear()
+        return before - os.fstat(new.fd).st_size
 
     def _save_range(self, name: str, tiered: Range) -> None:
         writer = self._writer()

@@ -88,7 +88,7 @@ def test_a_tensor_that_is_nearly_nothing_has_no_digits_of_a_ratio(cli: Cli, tmp_
 def test_a_cut_archive_is_an_integrity_error(cli: Cli, archive: Path, cut: int) -> None:
     data = archive.read_bytes()
     archive.write_bytes(data[:cut] if cut < 100 else data[:-cut])
-    for command in ("inspect", "verify"):
+    for command in ("inspect", "verify", "compact"):
         assert "a.h3" in cli(command, archive, check=3).stderr
 
 

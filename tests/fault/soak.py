@@ -158,7 +158,7 @@ class Soak:
             for row, version in enumerate(due):
                 self.committed.set(row, version)
             self.counts["commits"] += 1
-            if rounds % 25 == 0 and hasattr(self.store, "compact"):
+            if rounds % 25 == 0:
                 with self.stripes[0], self.stripes[1]:
                     self.store.compact()
                     self.table = self.store["table"]

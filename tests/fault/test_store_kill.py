@@ -1,4 +1,4 @@
-"""kill -9 of a process that commits in a loop, fifty times at random moments: the store opens at the last commit that
+"""kill -9 of a process that commits and compacts in a loop, at random moments: the store opens at the last commit that
 was acknowledged, or at the one under way, whole."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import h3store
@@ -27,6 +28,9 @@ def write_for_ever(path: Path, pipe: int) -> None:
                 tensor[:] = value  # together more than fits: most of it leaves memory before the commit
             store.append("log", torch.full((100,), value))
             store.commit()
+            if value % 3 == 0:
+                store.compact()
+                tensors = [store[f"t{i}"] for i in range(4)]
             os.write(pipe, b"%d\n" % value)
 
 
@@ -44,7 +48,8 @@ def start_writer(path: Path) -> tuple[int, int]:
     return pid, read_end
 
 
-def test_fifty_kills_during_commits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_during_commits_and_compactions(kills: int, tmp_path: Path) -> None:
     path = tmp_path / "k.h3"
     with h3store.open(path, mode="w") as store:
         for i in range(4):
@@ -52,7 +57,7 @@ def test_fifty_kills_during_commits(tmp_path: Path) -> None:
         store.create("log", (0,), torch.int64)
     rng = random.Random(5)
     acknowledged = 0
-    for _ in range(50):
+    for _ in range(kills):
         pid, pipe = start_writer(path)
         with os.fdopen(pipe) as lines:
             assert lines.readline() == "ready\n"
@@ -68,5 +73,6 @@ def test_fifty_kills_during_commits(tmp_path: Path) -> None:
         assert all((loaded[f"t{i}"] == found).all() for i in range(4))
         assert torch.equal(loaded["log"], torch.arange(1, found + 1).repeat_interleave(100))
         acknowledged = found
-    assert acknowledged >= 25
+    assert acknowledged >= kills / 2
+    assert sorted(os.listdir(tmp_path)) == ["k.h3"] or path.with_name(".k.h3.partial").exists()
     assert verify(path).ok
