@@ -25,8 +25,8 @@ def compacted(old: Writer) -> Writer:
     """Writes the last commit of an archive anew, without dead chunks, and puts the new file in the old one's place.
 
     Every chunk travels as it is stored, with its check; tensors that share chunks go on sharing them. The new file
-    keeps uuid and sequence, so that archives saved against this one still find their base. Readers that have the old file
-    open go on reading it. A crash leaves the old file or the new one, whole.
+    keeps uuid and sequence, so that archives saved against this one still find their base. Readers that have the old
+    file open go on reading it. A crash leaves the old file or the new one, whole.
 
     Args:
         old: with nothing uncommitted; it stays open and locked, over a file that has lost its name.
