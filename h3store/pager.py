@@ -30,6 +30,7 @@ _DELIVERY_NAMES = {value: name for name, value in DELIVERIES.items()}
 # Native calls that may be long are cut into pieces, so that Ctrl-C is seen within 100 ms or so.
 _SLICE_BYTES = 8 * MiB
 _PORTION_BYTES = 64 * MiB  # of blocks, which are read at queue depth
+_FLUSH_BYTES = 64 * MiB
 
 _ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
 
@@ -289,12 +290,24 @@ class Range:
     def flush(self) -> np.ndarray:
         """Saves every changed block and returns the chunk table, (n_blocks,). Blocks on the disk."""
         table = np.zeros(self.n_blocks, CHUNK_DTYPE)
-        per_call = max(1, _SLICE_BYTES // self.block_bytes)
-        for first in range(0, self.n_blocks, per_call):
-            part = table[first : first + per_call]
-            target = ffi.from_buffer("h3_chunk[]", part.view(np.uint8), require_writable=True)
-            check(lib.h3_range_flush(self._native, first, len(part), target), f"{self.label}: write back")
+        self.flush_into(table, [])
         return table
+
+    def flush_into(self, table: np.ndarray, changed: list[np.ndarray]) -> None:
+        """Saves every changed block and brings a chunk table, (n_blocks,), up to date. Blocks on the disk.
+
+        Args:
+            changed: gets the numbers of the blocks whose entries are new, in pieces; also of those before an error.
+        """
+        per_call = max(1, _FLUSH_BYTES // self.block_bytes)
+        numbers, count = ffi.new("uint64_t[]", min(per_call, self.n_blocks)), ffi.new("uint64_t *")
+        entries = ffi.from_buffer("h3_chunk[]", table.view(np.uint8), require_writable=True)
+        for first in range(0, self.n_blocks, per_call):
+            part = min(per_call, self.n_blocks - first)
+            status = lib.h3_range_flush(self._native, first, part, entries + first, numbers, count)
+            check(status, f"{self.label}: write back")
+            if count[0]:
+                changed.append(np.frombuffer(ffi.buffer(numbers, 8 * count[0]), np.int64).copy())
 
     def export(self, first: int, count: int, spec: dict[str, int], file: Any) -> np.ndarray:
         """Encodes blocks into another file and returns their chunk entries, (count,). Blocks on the disk."""

@@ -25,7 +25,7 @@ static void prepare(void) {
   for (h3_pager *pager = h3_registry; pager; pager = pager->next) {
     if (!pager->forked)
       for (h3_range *range = pager->ranges; range; range = range->next)
-        range->unsaved = h3_range_flush(range, 0, h3_block_count(range), NULL) < 0;
+        range->unsaved = h3_range_flush(range, 0, h3_block_count(range), NULL, NULL, NULL) < 0;
     h3_lock_acquire(&pager->lock);
   }
 }

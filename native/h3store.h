@@ -221,9 +221,11 @@ void h3_unpin_address(const void *address, uint64_t bytes);
 int h3_is_tiered(uintptr_t address);
 /* Where the live range that holds the address starts; 0 if none does. */
 uintptr_t h3_range_start(uintptr_t address);
-/* Writes back every changed block among [first, first+count) and copies their entries to chunks (may be NULL).
+/* Writes back every changed block among [first, first+count), brings their entries in chunks (may be NULL) up to date
+ * and says which those were: n_changed numbers in changed[count] (may be NULL, both). After an error chunks is as it was.
  * Concurrent writers see no torn block; what they write later is dirty again. Blocks on the disk. */
-int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks);
+int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks, uint64_t *changed,
+                   uint64_t *n_changed);
 /* Evicts clean and dirty blocks of [offset, offset+bytes) that are not pinned. */
 int h3_range_drop(h3_range *range, uint64_t offset, uint64_t bytes);
 /* Encodes blocks [first, first+count) as they are now and appends them to another file. Blocks on the disk. */

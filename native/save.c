@@ -57,12 +57,9 @@ static void zero_entry(h3_range *range, uint64_t index, h3_chunk *chunk) {
   h3_context_release(range->pager, context);
 }
 
-int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks) {
-  if (first > h3_block_count(range) || count > h3_block_count(range) - first) return H3_E_INVALID;
+/* Saves what has changed among blocks [first, first + count). */
+static int save_resident(h3_range *range, uint64_t first, uint64_t count) {
   int status = H3_OK;
-  h3_sigmask saved;
-  h3_signals_block(&saved);
-  h3_lock_acquire(&range->flush_lock);
   for (uint64_t i = first; range->writable && status == H3_OK && i < first + count; i++) {
     if (!hold_if_resident(&range->blocks[i])) continue;
     atomic_fetch_add(&range->pager->kernel_pins, 1); /* a hold that ends soon: who finds no room waits for it */
@@ -70,16 +67,40 @@ int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *ch
     h3_block_unpin(range, i);
     atomic_fetch_sub(&range->pager->kernel_pins, 1);
   }
-  h3_chunk zero[2] = {{0}, {0}};
-  for (uint64_t i = first; chunks && status == H3_OK && i < first + count; i++) {
-    h3_chunk *chunk = &chunks[i - first];
-    h3_lock_acquire(&range->pager->lock); /* the block may be on its way out again, with a newer entry */
-    *chunk = range->blocks[i].chunk;
-    h3_lock_release(&range->pager->lock);
-    if (chunk->stored_bytes || chunk->filter) continue;
-    const int tail = i + 1 == h3_block_count(range);
-    if (!zero[tail].filter) zero_entry(range, i, &zero[tail]);
-    *chunk = zero[tail];
+  return status;
+}
+
+/* Entries of at most BATCH blocks, copied under the lock: they may be on their way out again, with newer entries. zero:
+ * what stands for blocks that never were written, whole or the tensor's last; made when needed. */
+enum { BATCH = 256 };
+static void copy_entries(h3_range *range, uint64_t first, uint64_t count, h3_chunk *out, h3_chunk zero[2]) {
+  h3_lock_acquire(&range->pager->lock);
+  for (uint64_t i = 0; i < count; i++) out[i] = range->blocks[first + i].chunk;
+  h3_lock_release(&range->pager->lock);
+  for (uint64_t i = 0; i < count; i++) {
+    if (out[i].stored_bytes || out[i].filter) continue;
+    const int tail = first + i + 1 == h3_block_count(range);
+    if (!zero[tail].filter) zero_entry(range, first + i, &zero[tail]);
+    out[i] = zero[tail];
+  }
+}
+
+int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks, uint64_t *changed, uint64_t *n_changed) {
+  if (n_changed) *n_changed = 0;
+  if (first > h3_block_count(range) || count > h3_block_count(range) - first) return H3_E_INVALID;
+  h3_sigmask saved;
+  h3_signals_block(&saved);
+  h3_lock_acquire(&range->flush_lock);
+  const int status = save_resident(range, first, count);
+  h3_chunk zero[2] = {{0}, {0}}, batch[BATCH];
+  for (uint64_t done = 0; chunks && status == H3_OK && done < count;) {
+    const uint64_t part = count - done < BATCH ? count - done : BATCH;
+    copy_entries(range, first + done, part, batch, zero);
+    for (uint64_t i = 0; i < part; i++, done++) {
+      if (memcmp(&chunks[done], &batch[i], sizeof batch[i]) == 0) continue;
+      chunks[done] = batch[i];
+      if (changed) changed[(*n_changed)++] = first + done;
+    }
   }
   h3_lock_release(&range->flush_lock);
   h3_signals_restore(&saved);

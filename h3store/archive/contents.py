@@ -7,17 +7,15 @@ import threading
 
 import numpy as np
 
-from h3store._ffi import ffi, lib
-from h3store.archive.patches import read_head
+from h3store._ffi import lib
+from h3store.archive.chunks import load_chunk
 from h3store.archive.reader import Reader
 from h3store.archive.records import TensorRecord
-from h3store.codec import Codec, Delta, Filter
-from h3store.errors import CorruptArchiveError, CorruptBlockError
+from h3store.errors import CorruptArchiveError
 
 __all__ = ["Contents"]
 
 _MAX_BASE_DEPTH: int = lib.H3_MAX_BASE_DEPTH
-_local = threading.local()
 
 
 class Contents:
@@ -36,29 +34,8 @@ class Contents:
             CorruptBlockError: it does not decode to what its check promises.
             CorruptArchiveError, ArchiveNotFoundError: of the table, or of the base archive.
         """
-        entry = self.reader.chunks(record)[block]
-        raw = np.empty(record.chunk_size(block), np.uint8)
-        if entry["filter"] != Filter.PATCH:
-            self._decode(record, block, entry, raw)
-            return raw
-        io, where = self.reader.io, _where(self.reader, record, block, entry)
-        head = read_head(io, entry, len(raw), self.reader.file_bytes, where)
-        pages = np.empty(head.nbytes, np.uint8)
-        self._decode(record, block, head.base, raw)
-        self._decode(record, block, head.pages, pages)
-        head.apply(raw, pages)
-        if lib.h3_xxh64(ffi.from_buffer(raw), len(raw), 0) != entry["check"]:
-            raise CorruptBlockError(f"{where}: the block fails its check; restore the file from a copy")
-        return raw
-
-    def _decode(self, record: TensorRecord, block: int, entry: np.void, raw: np.ndarray) -> None:
-        reader, where = self.reader, _where(self.reader, record, block, entry)
-        what = f"tensor {record.name[:80]!r}, block {block}"
-        stored = reader.io.read(int(entry["offset"]), int(entry["stored_bytes"]), what)
-        base = self._base_chunk(record, block) if entry["delta"] == Delta.BASE else None
-        if _codec().decode_into(entry, stored, record.spec, raw, base):
-            raise CorruptBlockError(f"{where}: stored bytes do not decode to what their check promises; "
-                                    "restore the file from a copy")
+        entry, reader = self.reader.chunks(record)[block], self.reader
+        return load_chunk(reader.io, record, block, entry, reader.file_bytes, self._base_chunk)
 
     def span(self, record: TensorRecord, offset: int, nbytes: int) -> np.ndarray:
         """Raw bytes [offset, offset + nbytes) of a tensor: uint8, a copy."""
@@ -102,13 +79,3 @@ class Contents:
             base.close()
             base.reader.close()
         self._bases.clear()
-
-
-def _where(reader: Reader, record: TensorRecord, block: int, entry: np.void) -> str:
-    return f"{reader.path}: tensor {record.name[:80]!r}, block {block} at byte {int(entry['offset'])}"
-
-
-def _codec() -> Codec:
-    if not hasattr(_local, "codec"):
-        _local.codec = Codec()
-    return _local.codec

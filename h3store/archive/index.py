@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from h3store.archive.layout import HEADER_BYTES, MAX_INDEX_BYTES
 from h3store.archive.records import (
+    CHANGE_BYTES,
     ENTRY_BYTES,
+    MAX_CHANGES,
     BaseRef,
     TableRef,
     TensorRecord,
@@ -34,6 +36,8 @@ def _record_json(record: TensorRecord) -> dict[str, Any]:
         "spec": record.spec.to_list(),
         "table": [record.table.offset, record.table.n_chunks, f"{record.table.check:016x}"],
     }
+    if record.changes:
+        entry["changes"] = [[place.offset, place.n_chunks, f"{place.check:016x}"] for place in record.changes]
     if record.base is not None:
         base = record.base
         entry["base"] = {"path": base.path, "uuid": base.uuid.hex(), "sequence": base.sequence, "name": base.name}
@@ -84,15 +88,30 @@ def _base(entry: Any) -> BaseRef:
     return BaseRef(entry["path"], bytes.fromhex(entry["uuid"]), sequence, entry["name"])
 
 
-def _table(entry: Any, n_chunks: int, covered_bytes: int) -> TableRef:
+def _table(entry: Any, n_chunks: int, covered_bytes: int, *, partial: bool) -> TableRef:
     offset, entries, check = entry
-    if type(entries) is not int or entries != n_chunks:
+    if type(entries) is not int or not (0 <= entries <= n_chunks if partial else entries == n_chunks):
         raise ValueError(f"a table of {entries!r:.80} chunks; its shape makes {n_chunks}")
     table = TableRef(_integer(offset, "table offset"), entries, int(check, 16))
     if entries and (offset < HEADER_BYTES or offset + entries * ENTRY_BYTES > covered_bytes):
         raise ValueError(f"its table at byte {offset} of {entries} chunks; the commit covers bytes {HEADER_BYTES} to "
                          f"{covered_bytes}")
     return table
+
+
+def _changes(entry: Any, n_chunks: int, covered_bytes: int) -> tuple[TableRef, ...]:
+    if not 1 <= len(entry) <= MAX_CHANGES:
+        raise ValueError(f"{len(entry)} lists of changes; the limit is {MAX_CHANGES}")
+    return tuple(_change_list(place, n_chunks, covered_bytes) for place in entry)
+
+
+def _change_list(place: Any, n_chunks: int, covered_bytes: int) -> TableRef:
+    offset, count, check = place
+    changes = TableRef(_integer(offset, "changes offset"), _integer(count, "changes"), int(check, 16))
+    if not 1 <= count <= n_chunks or offset < HEADER_BYTES or offset + count * CHANGE_BYTES > covered_bytes:
+        raise ValueError(f"{count} changes at byte {offset} of {n_chunks} chunks; the commit covers bytes "
+                         f"{HEADER_BYTES} to {covered_bytes}")
+    return changes
 
 
 class _Layout(NamedTuple):
@@ -121,7 +140,10 @@ def _record(name: str, entry: Any, covered_bytes: int, layouts: dict[str, _Layou
     if layout is None:
         layout = layouts[key] = _layout(entry)
     dtype, shape, spec, chunk_bytes, n_chunks = layout
-    record = TensorRecord(name, dtype, shape, spec, chunk_bytes, table=_table(entry["table"], n_chunks, covered_bytes))
+    record = TensorRecord(name, dtype, shape, spec, chunk_bytes)
+    record.table = _table(entry["table"], n_chunks, covered_bytes, partial="changes" in entry)
+    if "changes" in entry:
+        record.changes = _changes(entry["changes"], n_chunks, covered_bytes)
     if "base" in entry:
         record.base = _base(entry["base"])
         check_base(record.base)

@@ -4,33 +4,39 @@ FORMAT.md states them; refuses to do input or output."""
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from h3store._ffi import ffi, lib
 from h3store.errors import ArchiveFormatError, CorruptArchiveError
 
-__all__ = ["FEATURE_BASE", "FEATURE_PATCH", "HEADER_BYTES", "MAX_INDEX_BYTES", "SLOT_BYTES", "SLOT_OFFSETS", "Header",
-           "Slot", "xxh64"]
+__all__ = ["FEATURE_BASE", "FEATURE_CHANGES", "FEATURE_PATCH", "FEATURE_QUICK", "HEADER_BYTES", "MAX_INDEX_BYTES",
+           "SLOT_BYTES", "SLOT_OFFSETS", "Header", "Slot", "xxh64"]
 
 MAGIC = b"\x89H3S\r\n\x1a\n"
 MAJOR, MINOR = 1, 0
 HEADER_BYTES = 4096
 SLOT_OFFSETS = (512, 1024)
-SLOT_BYTES = 64
+SLOT_BYTES = 88
 MAX_INDEX_BYTES = 256 * 1024**2
 FEATURE_BASE = 1
 FEATURE_PATCH = 2
-_KNOWN_REQUIRED = FEATURE_BASE | FEATURE_PATCH
+FEATURE_CHANGES = 4
+FEATURE_QUICK = 8
+_KNOWN_REQUIRED = FEATURE_BASE | FEATURE_PATCH | FEATURE_CHANGES | FEATURE_QUICK
 
 _HEADER = struct.Struct("<8sHHIQQ16s")
 _SLOT = struct.Struct("<QQQQQQQ")
+_QUICK = struct.Struct("<QQ")
+_FIRST_BYTES, _SEAL_AT = 64, 80
 _CHECK = struct.Struct("<Q")
 _USED_BY_HEADER = _HEADER.size + _CHECK.size
 _RESERVED = ((_USED_BY_HEADER, 512), (512 + SLOT_BYTES, 1024), (1024 + SLOT_BYTES, HEADER_BYTES))
 
 
-def xxh64(data: bytes, seed: int = 0) -> int:
-    """XXH64 of bytes, as an unsigned int."""
+def xxh64(data: bytes | np.ndarray, seed: int = 0) -> int:
+    """XXH64 of bytes or of a contiguous uint8 array, as an unsigned int."""
     return lib.h3_xxh64(ffi.from_buffer(data), len(data), seed)
 
 
@@ -91,6 +97,8 @@ class Slot:
         index_offset, index_bytes, index_check: where the index lies, and its XXH64.
         covered_bytes: length of the file in this commit.
         required: required feature bits of the contents.
+        start: with FEATURE_QUICK, the lowest offset of what may not have been on disk when the slot was written.
+        sealed: with FEATURE_QUICK, all of it is on disk.
     """
 
     sequence: int
@@ -99,6 +107,13 @@ class Slot:
     index_check: int
     covered_bytes: int
     required: int = 0
+    start: int = 0
+    sealed: bool = False
+
+    @property
+    def unsealed(self) -> bool:
+        """Whether a crash may have left the slot and not all that it refers to."""
+        return bool(self.required & FEATURE_QUICK) and not self.sealed
 
     @property
     def which(self) -> int:
@@ -111,17 +126,26 @@ class Slot:
         return SLOT_OFFSETS[self.which]
 
     def to_bytes(self, uuid: bytes) -> bytes:
-        """The 64 bytes of the slot."""
+        """The 88 bytes of the slot."""
         fields = _SLOT.pack(self.sequence, self.index_offset, self.index_bytes, self.index_check, self.covered_bytes,
                             self.required, 0)
-        return fields + _CHECK.pack(xxh64(fields, _seed(uuid)))
+        fields += _CHECK.pack(xxh64(fields, _seed(uuid)))
+        if not self.required & FEATURE_QUICK:
+            return fields.ljust(SLOT_BYTES, b"\0")
+        fields += _CHECK.pack(self.start)
+        fields += _CHECK.pack(xxh64(fields, _seed(uuid)))
+        return fields + (_CHECK.pack(xxh64(fields, _seed(uuid))) if self.sealed else bytes(8))
+
+    def seal(self, uuid: bytes) -> tuple[int, bytes]:
+        """What says that all of a quick commit is on disk: offset in the file, and bytes."""
+        return self.offset + _SEAL_AT, replace(self, sealed=True).to_bytes(uuid)[_SEAL_AT:]
 
     @classmethod
-    def from_page(cls, page: bytes, which: int, uuid: bytes, path: str, file_bytes: int) -> Slot | None:
+    def from_page(cls, page: bytes, which: int, uuid: bytes, path: str) -> Slot | None:
         """Reads slot 0 or 1 of a header page; None when it was never written.
 
         Raises:
-            CorruptArchiveError: it fails its check, or points outside the file.
+            CorruptArchiveError: it fails its check, or a bound that does not depend on the file's length.
             ArchiveFormatError: the commit needs a feature that this build does not know.
         """
         at = SLOT_OFFSETS[which]
@@ -133,10 +157,22 @@ class Slot:
             raise CorruptArchiveError(f"{where} fails its check")
         slot = cls(*_SLOT.unpack_from(data)[:6])
         _check_features(slot.required, where)
-        slot._check_bounds(which, where, file_bytes)
+        if slot.required & FEATURE_QUICK:
+            slot = slot._with_quick_part(data, uuid, where)
+        elif any(data[_FIRST_BYTES:]):
+            raise CorruptArchiveError(f"{where}: reserved bytes are not zero")
+        slot._check_bounds(which, where)
         return slot
 
-    def _check_bounds(self, which: int, where: str, file_bytes: int) -> None:
+    def _with_quick_part(self, data: bytes, uuid: bytes, where: str) -> Slot:
+        start, check = _QUICK.unpack_from(data, _FIRST_BYTES)
+        (seal,) = _CHECK.unpack_from(data, _SEAL_AT)
+        right = xxh64(data[:_SEAL_AT], _seed(uuid))
+        if check != xxh64(data[:_SEAL_AT - 8], _seed(uuid)) or seal not in (0, right):
+            raise CorruptArchiveError(f"{where} fails its check")
+        return replace(self, start=start, sealed=seal == right)
+
+    def _check_bounds(self, which: int, where: str) -> None:
         if self.sequence < 1 or self.sequence % 2 != which:
             raise CorruptArchiveError(f"{where}: sequence {self.sequence} does not belong there")
         if not 2 <= self.index_bytes <= MAX_INDEX_BYTES:
@@ -144,6 +180,12 @@ class Slot:
         if self.index_offset < HEADER_BYTES or self.index_offset + self.index_bytes > self.covered_bytes:
             raise CorruptArchiveError(f"{where}: index at byte {self.index_offset} of {self.index_bytes} bytes; "
                                       f"the commit covers bytes {HEADER_BYTES} to {self.covered_bytes}")
+        if self.required & FEATURE_QUICK and not HEADER_BYTES <= self.start <= self.index_offset:
+            raise CorruptArchiveError(f"{where}: new bytes start at {self.start}, the index at {self.index_offset}")
+
+    def check_length(self, path: str, file_bytes: int) -> None:
+        """Raises CorruptArchiveError when the file is shorter than the commit."""
+        where = f"{path}: commit slot {self.which} at byte {self.offset}"
         if self.covered_bytes > file_bytes:
             raise CorruptArchiveError(f"{where}: the commit covers {self.covered_bytes} bytes, "
                                       f"the file has {file_bytes}")

@@ -62,6 +62,7 @@ class Reader:
         records: tensors by name.
         metadata: the writer's own.
         file_bytes: length of the file that the commit covers.
+        unfinished: slot of a newer commit that a crash cut short, if there is one.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fd: int | None = None) -> None:
@@ -80,7 +81,7 @@ class Reader:
             found = examine(self._io, self.fd)
             if isinstance(found, Damage):
                 raise CorruptArchiveError(found.message)
-            self.uuid, self.slot = found.uuid, found.slot
+            self.uuid, self.slot, self.unfinished = found.uuid, found.slot, found.unfinished
             self.records, self.metadata = found.records, found.metadata
         except BaseException:
             self.close()

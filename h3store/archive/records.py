@@ -28,6 +28,8 @@ MAX_TENSOR_BYTES = 2**62
 MAX_METADATA_DEPTH = 16
 MAX_BASE_PATH_BYTES = 4096
 ENTRY_BYTES = 24
+CHANGE_BYTES = 32
+MAX_CHANGES = 16
 
 
 class TableRef(NamedTuple):
@@ -68,7 +70,11 @@ class TensorRecord:
         chunks: table, dtype CHUNK_DTYPE, shape (n_chunks,); None until Reader.chunks reads it.
         base: what Delta.BASE chunks lean on.
         metadata: the writer's own, JSON types only.
-        table: where the committed table lies; None while chunks are newer than it.
+        table: where the table lies in the file, as far as it is still right; None: it has to be written.
+        changes: where lists of entries lie that are newer than the table, the newest last.
+        changed: the blocks of each list, rising; empty until the table is read.
+        pending: blocks whose entries are in neither; None: none are.
+        unflushed: blocks whose entries are newer than the last commit.
     """
 
     name: str
@@ -80,6 +86,10 @@ class TensorRecord:
     base: BaseRef | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     table: TableRef | None = None
+    changes: tuple[TableRef, ...] = ()
+    changed: list[np.ndarray] = field(default_factory=list)
+    pending: np.ndarray | None = None
+    unflushed: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:

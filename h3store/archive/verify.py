@@ -16,7 +16,7 @@ from h3store.archive.contents import Contents
 from h3store.archive.layout import HEADER_BYTES
 from h3store.archive.patches import patch_bases
 from h3store.archive.reader import Reader
-from h3store.archive.records import ACCESS_CHUNK_BYTES, ENTRY_BYTES, TensorRecord
+from h3store.archive.records import ACCESS_CHUNK_BYTES, CHANGE_BYTES, ENTRY_BYTES, TensorRecord
 from h3store.codec import MAX_CHUNK_BYTES, Delta, Filter
 from h3store.errors import ArchiveError, CorruptArchiveError, TensorNotFoundError
 
@@ -122,6 +122,7 @@ def _live_bytes(reader: Reader, extents: list[np.ndarray]) -> int:
     """Bytes of the file that the commit refers to, shared ones once."""
     fixed = [(0, HEADER_BYTES), (reader.slot.index_offset, reader.slot.index_bytes)]
     fixed += [(r.table.offset, r.table.n_chunks * ENTRY_BYTES) for r in reader.records.values() if r.table]
+    fixed += [(place.offset, place.n_chunks * CHANGE_BYTES) for r in reader.records.values() for place in r.changes]
     spans = np.concatenate([np.array(fixed, np.int64).reshape(-1, 2), *extents])
     spans = spans[spans[:, 1] > 0]
     spans = spans[np.argsort(spans[:, 0], kind="stable")]

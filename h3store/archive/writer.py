@@ -19,11 +19,20 @@ import numpy as np
 from h3store._ffi import check, ffi, lib
 from h3store.archive.fileio import FileIO
 from h3store.archive.index import encode_index
-from h3store.archive.layout import FEATURE_BASE, FEATURE_PATCH, Header, Slot, xxh64
+from h3store.archive.layout import (
+    FEATURE_BASE,
+    FEATURE_CHANGES,
+    FEATURE_PATCH,
+    FEATURE_QUICK,
+    SLOT_BYTES,
+    Header,
+    Slot,
+    xxh64,
+)
 from h3store.archive.place import Place
 from h3store.archive.reader import Reader
 from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
-from h3store.archive.tables import bad_entries, read_table, write_tables
+from h3store.archive.tables import bad_entries, read_table, to_write, write_tables
 from h3store.codec import CHUNK_DTYPE, Filter, Spec
 from h3store.errors import StoreClosedError, TensorNotFoundError, UsageError
 
@@ -31,6 +40,8 @@ __all__ = ["Writer"]
 
 # Raw bytes that native code encodes between two chances for an interrupt: about 0.1 s on one core.
 _PIECE_BYTES = 64 * 1024**2
+# Up to so many new stored bytes a commit waits for the disk once; after a crash a reader may have to check all of them.
+_QUICK_BYTES = 16 * 1024**2
 
 # The same for bytes that come from a file: a piece at a time, so that memory does not grow with the tensor.
 _READ_BYTES = 16 * 1024**2
@@ -74,6 +85,7 @@ class Writer:
         self.sequence = 0
         self.covered_bytes = 0
         self._index = b""
+        self._to_seal: Slot | None = None  # of the last commit
         self._patched = 0  # the feature bit, from the first patch record on
         self._lock = threading.RLock()
         self._io: FileIO | None = None
@@ -99,10 +111,18 @@ class Writer:
         with Reader(self.path, fd=self._place.fd) as reader:
             self.uuid, self.records, self.metadata = reader.uuid, reader.records, reader.metadata
             self.sequence, self.covered_bytes = reader.sequence, reader.file_bytes
+            slot, unfinished = reader.slot, reader.unfinished
             self._patched = reader.slot.required & FEATURE_PATCH
             self._index = reader.io.read(reader.slot.index_offset, reader.slot.index_bytes, "index")
         self._place.truncate(self.covered_bytes)
         self._io = FileIO(self._place.fd, self.covered_bytes, self.path, writable=True)
+        # Quick commits rely on the one before being on disk: a killed writer may have left it in memory.
+        if unfinished is not None:
+            self._io.overwrite(unfinished.offset, bytes(SLOT_BYTES), "commit slot")
+        self._io.sync("last commit")
+        if slot.unsealed:
+            self._to_seal = slot
+            self._seal()
 
     @property
     def io(self) -> FileIO:
@@ -153,19 +173,46 @@ class Writer:
             if chunks is None or chunks.shape != (record.n_chunks,):
                 raise UsageError(f"{self.path}: tensor {record.name[:80]!r} needs {record.n_chunks} chunk entries, got "
                                  f"{'none' if chunks is None else chunks.shape}")
-            bad = bad_entries(record, chunks, self.io.tail)
-            if bad.any():
-                block = int(np.argmax(bad))
-                raise UsageError(f"{self.path}: tensor {record.name[:80]!r}: entry {block} is {chunks[block]}, outside "
-                                 f"the rules of the format or the {self.io.tail} bytes of the file")
-            if (chunks["filter"] == Filter.PATCH).any():
-                self._patched = FEATURE_PATCH
-            chunks.flags.writeable = False
             before = self.records.get(record.name)
-            kept = before.table if before is not None else None
-            if kept is not None and kept[1:] != (len(chunks), xxh64(chunks.tobytes())):
-                kept = None
-            self.records[record.name] = replace(record, chunks=chunks, metadata=dict(record.metadata), table=kept)
+            blocks = _differing(before, chunks)
+            self._check_entries(record, chunks, blocks)
+            chunks.flags.writeable = False
+            made = replace(record, chunks=chunks, metadata=dict(record.metadata), table=None, changes=(), changed=[],
+                           pending=None, unflushed=np.arange(len(chunks)) if blocks is None else None)
+            if blocks is not None:
+                assert before is not None
+                made.table, made.changes, made.changed = before.table, before.changes, before.changed
+                made.pending, made.unflushed = _joined(before.pending, blocks), _joined(before.unflushed, blocks)
+            self.records[record.name] = made
+
+    def update(self, record: TensorRecord, blocks: np.ndarray) -> None:
+        """Takes a record back whose chunks array, this writer's own, was changed in place.
+
+        Args:
+            record: of an existing name; chunks may have grown.
+            blocks: numbers of the changed chunks, rising; the new ones among them.
+
+        Raises:
+            UsageError: as put.
+        """
+        with self._lock:
+            assert record.chunks is not None
+            record.validate()
+            self._check_entries(record, record.chunks, blocks)
+            if record.table is not None:
+                record = replace(record, pending=_joined(record.pending, blocks))
+            self.records[record.name] = replace(record, unflushed=_joined(record.unflushed, blocks))
+
+    def _check_entries(self, record: TensorRecord, chunks: np.ndarray, blocks: np.ndarray | None) -> None:
+        entries = chunks if blocks is None else chunks[blocks]
+        bad = bad_entries(record, entries, self.io.tail, blocks)
+        if bad.any():
+            which = int(np.argmax(bad))
+            block = which if blocks is None else int(blocks[which])
+            raise UsageError(f"{self.path}: tensor {record.name[:80]!r}: entry {block} is {chunks[block]}, outside "
+                             f"the rules of the format or the {self.io.tail} bytes of the file")
+        if (entries["filter"] == Filter.PATCH).any():
+            self._patched = FEATURE_PATCH
 
     def add(self, name: str, data: Bytes | Source, dtype: str, shape: tuple[int, ...], spec: Spec,
             chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, base: BaseRef | None = None, base_data: Bytes | None = None,
@@ -238,24 +285,65 @@ class Writer:
             commit may be called again. UsageError: metadata that JSON cannot hold.
         """
         with self._lock:
-            changed = [record for record in self.records.values() if record.table is None]
-            places = write_tables(self.io, [self.chunks(record) for record in changed])
-            for record, place in zip(changed, places, strict=True):
-                record.table = place
+            self._write_tables()
             index = encode_index(self.records, self.metadata)
             if index != self._index or self._place.pending:
                 self._publish(index)
+            self._seal()
             return self.sequence
+
+    def _write_tables(self) -> None:
+        changed = [record for record in self.records.values() if record.table is None or record.pending is not None]
+        parts = [to_write(record) for record in changed]
+        places = write_tables(self.io, [part.data for part in parts])
+        for record, (data, kept), place in zip(changed, parts, places, strict=True):
+            if kept < 0:
+                record.table, record.changes, record.changed = place, (), []
+            else:
+                record.changes = (*record.changes[:kept], place)
+                record.changed = [*record.changed[:kept], data["block"].astype(np.int64)]
+            record.pending = None
 
     def _publish(self, index: bytes) -> None:
         offset = self.io.append(index, "index")
-        required = self._patched | (FEATURE_BASE if any(record.base for record in self.records.values()) else 0)
+        required = self._patched
+        required |= FEATURE_BASE if any(record.base for record in self.records.values()) else 0
+        required |= FEATURE_CHANGES if any(record.changes for record in self.records.values()) else 0
         slot = Slot(self.sequence + 1, offset, len(index), xxh64(index), offset + len(index), required)
-        self.io.sync("chunks and index")
+        start = self._quick_start()
+        if start is None:
+            self.io.sync("chunks and index")
+        else:
+            slot = replace(slot, required=required | FEATURE_QUICK, start=start)
         self.io.overwrite(slot.offset, slot.to_bytes(self.uuid), "commit slot")
-        self.io.sync("commit slot")
+        self.io.sync("commit")
         self._place.publish()
         self.sequence, self.covered_bytes, self._index = slot.sequence, slot.covered_bytes, index
+        for record in self.records.values():
+            record.unflushed = None
+        self._to_seal = slot if start is not None else None
+
+    def _seal(self) -> None:
+        """After the flush of a quick commit."""
+        if self._to_seal is not None:
+            self.io.overwrite(*self._to_seal.seal(self.uuid), "seal of the commit")
+            self._to_seal = None
+
+    def _quick_start(self) -> int | None:
+        """Lowest offset of what was not flushed with an earlier commit; None when the commit has to wait twice."""
+        if self._place.pending:
+            return None
+        start, size = self.covered_bytes, 0
+        for record in self.records.values():
+            if record.unflushed is None or record.chunks is None:
+                continue
+            entries = record.chunks[record.unflushed]
+            entries = entries[entries["stored_bytes"] > 0]
+            size += int(entries["stored_bytes"].sum(dtype=np.int64))
+            if record.base is not None or size > _QUICK_BYTES:
+                return None
+            start = min(start, int(entries["offset"].min(initial=start)))
+        return start
 
     def close(self) -> None:
         """Closes without a commit: what was not committed is gone. Native code may no longer use file."""
@@ -276,6 +364,21 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _differing(before: TensorRecord | None, chunks: np.ndarray) -> np.ndarray | None:
+    """Blocks whose entries are not those of a record's table in the file; None when the table is of no use."""
+    if before is None or before.table is None or before.chunks is None or len(chunks) < len(before.chunks):
+        return None
+    old = len(before.chunks)
+    words = chunks[:old].view("<u8").reshape(-1, 3) != before.chunks.view("<u8").reshape(-1, 3)
+    blocks = np.flatnonzero(words.any(axis=1))
+    return blocks if len(chunks) == old else np.concatenate([blocks, np.arange(old, len(chunks))])
+
+
+def _joined(one: np.ndarray | None, other: np.ndarray) -> np.ndarray | None:
+    found = other if one is None else np.union1d(one, other)
+    return found if len(found) else None
 
 
 def _runs(entries: np.ndarray) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import torch
 
 from h3store.archive import Reader, TensorRecord, Writer, compacted
 from h3store.archive.layout import xxh64
-from h3store.codec import MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
+from h3store.codec import CHUNK_DTYPE, MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
 from h3store.errors import (
     BudgetError,
     CorruptArchiveError,
@@ -497,8 +497,16 @@ class Store:
             spec = replace(spec, row_bytes=record.spec.row_bytes)
             tiered.set_spec(native_spec(spec))
             record = replace(record, spec=spec)
-        table = tiered.flush()
-        writer.put(replace(record, shape=shape, chunks=table, table=None))
+        table, changed = _table_for(writer.chunks(record), tiered.n_blocks), list[np.ndarray]()
+        record = replace(record, shape=shape, chunks=table)
+        if record.n_chunks < len(writer.chunks(writer.records[name])):
+            every = np.arange(record.n_chunks)
+            record = replace(record, table=None, changes=(), changed=[], pending=None, unflushed=every)
+        try:
+            tiered.flush_into(table, changed)
+        finally:  # what was saved before an error is in the table, and has to get into the file
+            blocks = np.concatenate(changed) if changed else np.zeros(0, np.int64)
+            writer.update(record, blocks)
 
     @_locked
     def commit(self) -> int:
@@ -564,10 +572,21 @@ class Store:
         self.close(commit=kind is None)
 
 
+def _table_for(table: np.ndarray, n_chunks: int) -> np.ndarray:
+    """A chunk table that may be changed, of a tensor's new length: the same array where it can be."""
+    if len(table) == n_chunks and table.flags.writeable:
+        return table
+    longer = np.zeros(n_chunks, CHUNK_DTYPE)
+    longer[: len(table)] = table[:n_chunks]
+    return longer
+
+
 def origin_of(archive: Reader | Writer, name: str) -> tuple[bytes, int]:
     """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
-    table = archive.records[name].table
-    return archive.uuid, table.check if table is not None else 0
+    record = archive.records[name]
+    if record.table is None or record.pending is not None:
+        return archive.uuid, 0
+    return archive.uuid, xxh64(archive.chunks(record).view(np.uint8)) if record.changes else record.table.check
 
 
 def unchanged_origin(tiered: Range) -> Origin | None:

@@ -202,7 +202,7 @@ static void act(worker *me) {
   switch (below(&me->rng, 16)) {
     case 0: CHECK(h3_range_prefetch(range, at, length, &done) == H3_OK && done <= length); break;
     case 1: CHECK(h3_range_drop(range, at, length) == H3_OK); break;
-    case 2: CHECK(h3_range_flush(me->w->live, below(&me->rng, LIVE_BLOCKS - 4), 4, chunks) == H3_OK); break;
+    case 2: CHECK(h3_range_flush(me->w->live, below(&me->rng, LIVE_BLOCKS - 4), 4, chunks, NULL, NULL) == H3_OK); break;
     case 3: pin_some(me); break;
     case 4: export_some(me); break;
     case 5:
@@ -262,7 +262,7 @@ static void check_threads(world *w) {
   for (int i = 0; !UNDER_TSAN && i < 3; i++) check_fork(w);
   for (uint32_t t = 0; t < WORKERS; t++) pthread_join(workers[t].thread, NULL);
   h3_chunk *chunks = calloc(LIVE_BLOCKS, sizeof *chunks);
-  CHECK(h3_range_flush(w->live, 0, LIVE_BLOCKS, chunks) == H3_OK);
+  CHECK(h3_range_flush(w->live, 0, LIVE_BLOCKS, chunks, NULL, NULL) == H3_OK);
   check_file(w, &cells32, chunks, (const uint8_t *)wrote, LIVE_BYTES, LIVE_BLOCK);
   CHECK(h3_range_drop(w->live, 0, LIVE_BYTES) == H3_OK && h3_range_resident_bytes(w->live) == 0);
   uint64_t rng = test_seed;
@@ -317,7 +317,7 @@ static void check_growth(world *w) {
   h3_chunk chunks[4 * LOG_CELLS / LOG_BLOCK + 1];
   uint32_t *expected = malloc(4 * LOG_CELLS);
   for (uint32_t i = 0; i < LOG_CELLS; i++) expected[i] = i * 2654435761u;
-  CHECK(h3_range_flush(shared.log, 0, 4 * LOG_CELLS / LOG_BLOCK + 1, chunks) == H3_OK);
+  CHECK(h3_range_flush(shared.log, 0, 4 * LOG_CELLS / LOG_BLOCK + 1, chunks, NULL, NULL) == H3_OK);
   check_file(w, &cells32, chunks, (const uint8_t *)expected, 4 * LOG_CELLS, LOG_BLOCK);
   h3_file *other = NULL;
   CHECK(h3_file_create(w->fd, 0, 0, &other) == H3_OK);
@@ -339,7 +339,7 @@ static void check_failures(world *w) {
   h3_fault_arm(H3_FAULT_READ, 0, 0, 0);
   put(&rng, w->live, 5, 55);
   h3_fault_arm(H3_FAULT_WRITE, 1, -1, ENOSPC); /* what cannot be saved stays */
-  CHECK(h3_range_drop(w->live, 0, 4) == H3_E_NOSPACE && h3_range_flush(w->live, 0, 1, NULL) == H3_E_NOSPACE);
+  CHECK(h3_range_drop(w->live, 0, 4) == H3_E_NOSPACE && h3_range_flush(w->live, 0, 1, NULL, NULL, NULL) == H3_E_NOSPACE);
   CHECK(get(&rng, w->live, 5) == 55 && h3_range_resident_bytes(w->live) > 0);
   h3_fault_arm(H3_FAULT_WRITE, 0, 0, 0);
   CHECK(h3_range_drop(w->live, 0, 4) == H3_OK && get(&rng, w->live, 5) == 55);

@@ -48,14 +48,14 @@ FILES: dict[str, tuple[str, str, str]] = {
 
 def archive(index: dict[str, Any] | bytes, payload: bytes = b"", **slot: int) -> bytearray:
     """One commit: header, payload, index; slot fields override what would be right."""
-    from h3store.archive.layout import HEADER_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
+    from h3store.archive.layout import HEADER_BYTES, SLOT_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
 
     data = index if isinstance(index, bytes) else json.dumps(index).encode()
     header, at = Header(bytes(range(16))), HEADER_BYTES + len(payload)
     fields = {"sequence": 1, "index_offset": at, "index_bytes": len(data), "index_check": xxh64(data),
               "covered_bytes": at + len(data), **slot}
     page = bytearray(header.to_bytes())
-    page[SLOT_OFFSETS[1]:SLOT_OFFSETS[1] + 64] = Slot(**fields).to_bytes(header.uuid)
+    page[SLOT_OFFSETS[1]:SLOT_OFFSETS[1] + SLOT_BYTES] = Slot(**fields).to_bytes(header.uuid)
     return page + payload + data
 
 

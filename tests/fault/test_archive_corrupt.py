@@ -20,7 +20,7 @@ import h3store
 from h3store import errors
 from h3store.archive import Contents, Reader, Writer, describe, rollback, verify
 from h3store.archive.fileio import FileIO
-from h3store.archive.layout import HEADER_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
+from h3store.archive.layout import HEADER_BYTES, SLOT_BYTES, SLOT_OFFSETS, Header, Slot, xxh64
 from h3store.codec import Delta, Filter, Spec, default_spec
 
 EXPECTED = (errors.CorruptArchiveError, errors.ArchiveFormatError)
@@ -57,7 +57,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
             state = {**state, name: raw.tobytes()}
             states[writer.commit()] = state
             assert writer.sequence == step + 2
-        slots = [Slot.from_page(path.read_bytes()[:HEADER_BYTES], which, writer.uuid, "", 1 << 40) for which in (0, 1)]
+        slots = [Slot.from_page(path.read_bytes()[:HEADER_BYTES], which, writer.uuid, "") for which in (0, 1)]
     return Sample(path.read_bytes(), states, [slot for slot in slots if slot])
 
 
@@ -286,7 +286,7 @@ def forge(path: Path, index: bytes | dict[str, Any], **slot_fields: int) -> None
     header = Header(bytes(range(16)))
     slot = Slot(1, HEADER_BYTES, len(data), xxh64(data), HEADER_BYTES + len(data))
     page = bytearray(header.to_bytes())
-    page[SLOT_OFFSETS[1]:SLOT_OFFSETS[1] + 64] = replace(slot, **slot_fields).to_bytes(header.uuid)
+    page[SLOT_OFFSETS[1]:SLOT_OFFSETS[1] + SLOT_BYTES] = replace(slot, **slot_fields).to_bytes(header.uuid)
     path.write_bytes(bytes(page) + data)
 
 
