@@ -31,7 +31,8 @@ class _Rows:
         self.shape = shape
         item = tensor.element_size()
         self.row_bytes = item * math.prod(tensor.shape[at_dim + 1 :])
-        self.stride = tensor.stride(at_dim) * item if tensor.dim() > at_dim >= 0 else item
+        # Further in, rows lie one after the other; the stride of a dimension of size 1 may be anything.
+        self.stride = tensor.stride(0) * item if at_dim == 0 and tensor.dim() else self.row_bytes
         self.count = math.prod(tensor.shape[: at_dim + 1])
         self.wrap = wrap
 

@@ -416,3 +416,25 @@ def test_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
     assert torch.equal(tensor + 0, value)
     assert torch.equal(tensor[torch.arange(0, 4096, 3)], value[::3])
     assert cached_bytes(path) < path.stat().st_size // 20
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_dimensions_of_size_one_with_any_stride(delivery: str) -> None:
+    """torch calls them contiguous; their stride says nothing of where rows lie."""
+    values = torch.arange(6000, dtype=torch.int32)
+    tiered = tiered_copy(values, Pager(64 * 1024, delivery), 4096)
+    tiered._h3_range.drop()
+    for size, stride in [((40, 1), (1, 17)), ((40, 1, 5), (5, 77, 1)), ((1, 40), (3, 1)), ((40, 1, 1), (1, 9, 13))]:
+        plain, odd = values.as_strided(size, stride), tiered.as_strided(size, stride)
+        assert odd.is_contiguous()
+        for use in (
+            lambda x: x.gather(0, torch.zeros(x.shape, dtype=torch.int64) + x.shape[0] - 1),
+            lambda x: x.take(torch.arange(x.numel())),
+            lambda x: x.index_select(1, torch.tensor([0, x.shape[1] - 1])),
+            lambda x: x[torch.tensor([0, x.shape[0] - 1]), torch.tensor([0, x.shape[1] - 1])],
+            lambda x: x[:, torch.tensor([0, -1])],
+            lambda x: x[torch.arange(x.numel()).reshape(x.shape) % 7 == 0],
+            lambda x: x[torch.tensor([x.shape[0] - 1, 0])],
+        ):
+            tiered._h3_range.drop()
+            assert torch.equal(use(odd), use(plain))
