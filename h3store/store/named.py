@@ -289,6 +289,11 @@ class Store:
     def _writable_range(self, name: str, min_bytes: int = 0) -> Range:
         if name not in self._open:
             record = self.record(name)
+            if record.base is not None:
+                raise ReadOnlyError(
+                    f"{self.path}: {name!r} is stored as its difference to another archive and cannot be changed in "
+                    "place; put() it whole first"
+                )
             need = max(record.nbytes, min_bytes)
             self._open[name] = self._open_range(
                 record, self._writer(), writable=True, capacity_bytes=_GROWTH * need + _GROWTH_BYTES
@@ -366,6 +371,9 @@ class Store:
             tiered.writable = False
             tiered.origin = None
         self._fresh.discard(name)
+        self._shapes.pop(name, None)
+        for cyclic in (False, True):  # a range over what was there is not one over what is there now
+            self._live.pop((name, cyclic), None)
 
     @_locked
     def adopt(

@@ -142,3 +142,29 @@ def test_resize_grows_with_zeros_and_cuts(path: Path) -> None:
             store.resize("t", -1)
     loaded = h3store.load(path)["t"]
     assert tuple(loaded.shape) == (400, 100) and bool((loaded[:333] == 7).all()) and not bool(loaded[333:].any())
+
+
+def test_a_tensor_that_leans_on_another_archive_is_not_resized(path: Path, tmp_path: Path) -> None:
+    values = torch.randn(30_000, 64)
+    h3store.save({"x": values}, path)
+    changed = values.clone()
+    changed[3] = 5
+    h3store.save({"x": changed}, tmp_path / "b.h3", base=path)
+    with h3store.open(tmp_path / "b.h3", mode="r+", ddr_bytes="64MiB") as store:
+        for change in (lambda: store.resize("x", 30_005), lambda: store.append("x", values[:1])):
+            with pytest.raises(ReadOnlyError, match="put"):
+                change()
+        held = store["x"]
+        store["x"] = torch.full((5, 64), 7.0)
+        assert torch.equal(store.read("x"), torch.full((5, 64), 7.0)) and torch.equal(held.clone(), changed)
+        assert tuple(store.resize("x", 6).shape) == (6, 64)
+
+
+def test_read_after_a_replacement_of_another_shape(path: Path) -> None:
+    with h3store.open(path, mode="w", ddr_bytes="1MiB") as store:
+        store.create("x", (10, 64), torch.float32)
+        store.put("x", torch.full((1000, 64), 7.0))
+        assert torch.equal(store.read("x"), torch.full((1000, 64), 7.0))
+        del store["x"]
+        store["x"] = torch.arange(9, dtype=torch.int32)
+        assert torch.equal(store.read("x"), torch.arange(9, dtype=torch.int32))
