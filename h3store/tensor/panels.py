@@ -31,7 +31,10 @@ def _range_under(tensor: Any) -> Range | None:
     known: Range | None = getattr(tensor, "_h3_range", None)
     if known is not None or not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
         return known
-    return range_holding(tensor.untyped_storage().data_ptr())
+    try:
+        return range_holding(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # no storage to speak of: sparse tensors
+        return None
 
 
 def _too_big(tensor: Any) -> Range | None:

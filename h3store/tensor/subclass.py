@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from h3store._ffi import lib
 from h3store.errors import H3Error, ReadOnlyError, UsageError
@@ -251,6 +252,11 @@ def _prefetch_whole(tensor: TieredTensor, tiered: Range) -> None:
             tiered.prefetch(offset, nbytes)
 
 
+def _transformed() -> bool:
+    """Inside vmap, jvp and the like, or forward-mode differentiation: only the plain operation knows their rules."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operation with its error checks. Every operation on a TieredTensor pays for what is done here."""
     tensors = [value for value in args if type(value) is TieredTensor]
@@ -263,7 +269,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         before = [tensor._version for tensor in tensors if not tensor.is_inference()]
         entered = lib.h3_op_enter()
         try:
-            form = _FORMS.get(func)
+            form = None if _transformed() else _FORMS.get(func)
             result = form(args, kwargs) if form is not None else None
             if result is None:
                 for tensor in tensors:

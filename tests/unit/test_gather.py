@@ -438,3 +438,24 @@ def test_dimensions_of_size_one_with_any_stride(delivery: str) -> None:
         ):
             tiered._h3_range.drop()
             assert torch.equal(use(odd), use(plain))
+
+
+def test_transforms_and_sparse_operands_take_the_plain_operation(tmp_path: Path) -> None:
+    values = torch.randn(60_000, 64)
+    h3store.save({"x": values}, tmp_path / "a.h3")
+    table = h3store.load(tmp_path / "a.h3", ddr_bytes="1MiB")["x"]
+    index = torch.tensor([5, 59_999])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(table, torch.ones(60_000, 64))
+        for use in (lambda x: x[index], lambda x: x.index_select(0, index), lambda x: x.clone()):
+            table._h3_range.drop()
+            tangent = torch.autograd.forward_ad.unpack_dual(use(dual)).tangent
+            assert tangent is not None and bool((tangent == 1).all())
+    for use in (
+        lambda x: torch.vmap(lambda k: x[k])(torch.tensor([[1, 2]])),
+        lambda x: torch.vmap(lambda w: functional.linear(w, x))(torch.ones(2, 3, 64)),
+        lambda x: torch.func.grad(lambda w: functional.linear(w, x).sum())(torch.ones(3, 64)),
+        lambda x: torch.eye(100).to_sparse() @ x[:100],
+    ):
+        table._h3_range.drop()
+        torch.testing.assert_close(use(table), use(values))
