@@ -88,8 +88,8 @@ def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[st
     with ExitStack() as resources:
         source = _Source(weights, pager, path, resources)
         tiered = [(weight, source.open(weight)) for weight in weights if _is_large(weight)]
-        small = [(weight, source.read_small(weight)) for weight in weights if weight.tensor.is_meta
-                 and not _is_large(weight)]
+        small = [(weight, source.read_small(weight)) for weight in weights
+                 if not _is_large(weight) and (weight.tensor.is_meta or source.has(weight))]
         for weight, tensor in small + tiered:  # nothing fails from here on
             _replace(weight, tensor)
         return Attached(model, pager, [weight for weight, _ in tiered], [tensor for _, tensor in tiered])
@@ -136,7 +136,8 @@ class _Source:
         self._pager = pager
         self._stores: dict[Path, Store] = {}
         self._path: Path | None = None if path is None else Path(path)
-        if self._path is not None and self._path.exists():
+        self._found = self._path is not None and self._path.exists()
+        if self._found:
             return
         own = [weight for weight in weights if _is_large(weight) and _origin(weight.tensor) is None]
         for weight in own:
@@ -147,7 +148,12 @@ class _Source:
             folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="h3store-"))
             self._path = Path(folder) / "weights.h3"  # its name goes when attach() returns; an open file stays
         if self._path is not None:
-            _write(self._path, own, _chunk_bytes(pager.ddr_bytes))
+            small = [weight for weight in weights if not _is_large(weight) and not weight.tensor.is_meta]
+            _write(self._path, own if path is None else own + small, _chunk_bytes(pager.ddr_bytes))
+
+    def has(self, weight: _Weight) -> bool:
+        """Whether an archive that was there before names a weight; buffers that no checkpoint keeps are not named."""
+        return self._found and self._find(weight) is not None
 
     def open(self, weight: _Weight) -> Tensor:
         """The tiered tensor of a weight."""
