@@ -87,6 +87,12 @@ void h3_block_settle(h3_block *block, uint32_t state, uint32_t set) {
   if (seen & H3_WAITERS) h3_futex_wake(&block->word, INT32_MAX);
 }
 
+uint32_t h3_block_await(h3_block *block, uint32_t seen) {
+  if ((seen & H3_WAITERS) || atomic_compare_exchange_strong(&block->word, &seen, seen | H3_WAITERS))
+    h3_futex_wait(&block->word, seen | H3_WAITERS);
+  return atomic_load(&block->word);
+}
+
 static int fill(h3_range *range, uint64_t index, int pin, int scan, const h3_fill_with *with) {
   h3_pager *pager = range->pager;
   h3_block *block = &range->blocks[index];
@@ -161,10 +167,8 @@ int h3_block_acquire(h3_range *range, uint64_t index, int pin, int why) {
       if (why == H3_WHY_PREFETCH) atomic_fetch_add(&range->pager->prefetches, 1);
       return fill_claimed(range, index, pin, why == H3_WHY_SCAN, NULL);
     } else {
-      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
       atomic_fetch_add(&range->pager->waits, 1);
-      h3_futex_wait(&block->word, seen | H3_WAITERS);
-      seen = atomic_load(&block->word);
+      seen = h3_block_await(block, seen);
     }
   }
 }
@@ -179,10 +183,8 @@ int h3_block_hold(h3_range *range, uint64_t index) {
       if (seen & H3_QUARANTINE) return range->error < 0 ? range->error : H3_E_CORRUPT;
       if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return 1;
     } else {
-      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
       atomic_fetch_add(&range->pager->waits, 1);
-      h3_futex_wait(&block->word, seen | H3_WAITERS);
-      seen = atomic_load(&block->word);
+      seen = h3_block_await(block, seen);
     }
   }
 }

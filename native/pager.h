@@ -218,6 +218,7 @@ int h3_block_fill(h3_range *range, uint64_t block, const h3_fill_with *with);
 int h3_block_hold(h3_range *range, uint64_t block);
 void h3_block_unpin(h3_range *range, uint64_t block);
 void h3_block_settle(h3_block *block, uint32_t state, uint32_t set);
+uint32_t h3_block_await(h3_block *block, uint32_t seen); /* until its owner moves it on; the word then */
 h3_context *h3_context_acquire(h3_pager *pager);
 void h3_context_release(h3_pager *pager, h3_context *context);
 int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3_chunk *chunk, char *raw, int depth);

@@ -88,9 +88,7 @@ static int own(h3_range *range, uint64_t index) {
       h3_lock_release(&pager->lock);
       if (won) return 1;
     } else {
-      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
-      h3_futex_wait(&block->word, seen | H3_WAITERS);
-      seen = atomic_load(&block->word);
+      seen = h3_block_await(block, seen);
     }
   }
 }

@@ -15,9 +15,7 @@ static int hold_if_resident(h3_block *block) {
     if (state == H3_RESIDENT) {
       if (atomic_compare_exchange_weak(&block->word, &seen, seen + H3_ONE_PIN)) return 1;
     } else {
-      if (!(seen & H3_WAITERS) && !atomic_compare_exchange_weak(&block->word, &seen, seen | H3_WAITERS)) continue;
-      h3_futex_wait(&block->word, seen | H3_WAITERS);
-      seen = atomic_load(&block->word);
+      seen = h3_block_await(block, seen);
     }
   }
 }

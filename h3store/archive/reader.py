@@ -14,6 +14,7 @@ import numpy as np
 
 from h3store.archive.commits import Damage, examine
 from h3store.archive.fileio import FileIO
+from h3store.archive.layout import MAGIC
 from h3store.archive.records import TensorRecord
 from h3store.archive.tables import read_table
 from h3store.errors import (
@@ -25,7 +26,18 @@ from h3store.errors import (
     TensorNotFoundError,
 )
 
-__all__ = ["Reader", "open_regular"]
+__all__ = ["Reader", "is_archive", "open_regular"]
+
+
+def is_archive(path: str | os.PathLike[str]) -> bool:
+    """Whether a regular file at path begins as an archive does."""
+    try:
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:

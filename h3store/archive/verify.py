@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from h3store.archive.bases import check_bases
 from h3store.archive.contents import Contents
 from h3store.archive.layout import HEADER_BYTES
 from h3store.archive.patches import patch_bases
@@ -182,13 +183,14 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None, threa
         threads: decoding threads; None: one per processor. Memory stays at a few MiB a thread.
 
     Raises:
-        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError: the last commit cannot be read. What is wrong
-        with single tensors and chunks is reported instead.
+        ArchiveNotFoundError, ArchiveFormatError, CorruptArchiveError: the last commit cannot be read, or an archive
+            that it leans on is not there or another one. What is wrong with single tensors and chunks is reported.
     """
     threads = threads or len(os.sched_getaffinity(0))
     with Reader(path) as reader, ThreadPoolExecutor(threads) as pool:
         report = VerifyReport(reader.path, reader.sequence, len(reader.records), file_bytes=reader.file_bytes,
                               tail_bytes=_tail_bytes(reader))
+        check_bases(reader)
         contents = Contents(reader)
         total = sum(record.nbytes for record in reader.records.values())
         done = 0

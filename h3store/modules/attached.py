@@ -60,12 +60,17 @@ class _Weight:
 def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[str] | None = None) -> Attached:
     """Puts the weights of a module under a byte budget; it then computes what it did before, in less memory.
 
+    The same operations give the same bits. Where torch itself takes another way for plain weights (its fast path of
+    nn.MultiheadAttention and TransformerEncoderLayer in eval; a weight that was not contiguous) last bits may differ.
+
     Weights of 64 KiB and more become read-only TieredTensors over an archive. They are read ahead and held in the order
     in which submodules run, learnt from the first forward pass, while a part that fits the budget stays resident.
 
     Args:
         model: any module on the CPU, changed in place. Weights keep names, shapes and dtypes; they are frozen
-            (requires_grad False), and gradients flow through them to their inputs. Weights that are tied stay tied.
+            (requires_grad False), also after close(), and gradients flow through them to their inputs. Weights that
+            are tied stay tied. Buffers of 64 KiB and more are tiered as well: a forward pass that writes into one
+            gets ReadOnlyError.
         ddr_bytes: hard bound on resident weight bytes, an int or text such as "4GiB".
         path: an archive. If it exists, weights are read from it by name, such as one made by h3store pack, and the
             model's own are dropped unread, so that they may be on the meta device. If it does not, they are written
@@ -76,14 +81,16 @@ def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[st
         A handle with stats() and close(), also a context manager. It may be dropped: attachment ends with the model.
 
     Raises:
-        UsageError: the archive lacks a weight, or has another shape or dtype under its name.
-        BudgetError: a budget below 1 MiB or so.
+        UsageError: the archive lacks a weight, or has another shape or dtype under its name; the model is attached.
+        BudgetError: a budget that holds no two blocks.
         StorageFullError, ArchiveError: the model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"attach() takes a torch module; got {type(model)}")
     budget = parse_bytes(ddr_bytes, "ddr_bytes")
     pager = Pager(budget)
+    if any(isinstance(hook, _Hook) and hook.is_live for hook in model._forward_pre_hooks.values()):
+        raise UsageError("this model is attached; close() its handle first")
     weights = list(_weights_of(model))
     with ExitStack() as resources:
         source = _Source(weights, pager, path, resources)
@@ -202,6 +209,8 @@ def _origin(tensor: Tensor) -> tuple[str, str, int] | None:
     if tiered is None or tiered.origin is None or tiered.writable:
         return None
     path, name, _ = tiered.origin
+    if not os.path.exists(path):  # of an archive without a name any more, such as one that an earlier attach() made
+        return None
     return path, name, int(tensor.storage_offset())
 
 
@@ -347,6 +356,11 @@ class _Hook:
 
     def __init__(self, call: Callable[[int], None] | None = None, key: int = 0) -> None:
         self._call, self._key = call, key
+
+    @property
+    def is_live(self) -> bool:
+        """Not a copy's."""
+        return self._call is not None
 
     def __call__(self, module: nn.Module, *_args: Any) -> None:
         if self._call is not None and not torch.compiler.is_compiling():

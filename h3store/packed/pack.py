@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h3store.archive import BaseRef, Writer
+from h3store.archive import BaseRef, Writer, refuse_circle
 from h3store.archive.records import CARRIED_PREFIX, PACKED_KEY, check_name
 from h3store.codec import DTYPES, MAX_BASE_DEPTH, Delta, choose_spec, default_spec
 from h3store.errors import CheckpointError, UsageError
@@ -107,9 +107,10 @@ def _check_target(folder: Path, target: Path, base: Path | None, force: bool) ->
         raise UsageError(f"{target} is there already; --force replaces it")
     if folder.is_dir() and target.resolve().is_relative_to(folder.resolve()):
         raise UsageError(f"{target} lies in the folder that is packed; choose a place outside of it")
-    for other in (folder, base):
-        if other is not None and other.exists() and target.exists() and other.samefile(target):
-            raise UsageError(f"{target} would replace what it is made from; choose another name")
+    if folder.exists() and target.exists() and folder.samefile(target):
+        raise UsageError(f"{target} would replace what it is made from; choose another name")
+    if base is not None:
+        refuse_circle(base, target)
 
 
 def _open_base(base: str | os.PathLike[str] | None, resources: ExitStack) -> Store | None:

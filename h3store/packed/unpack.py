@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from h3store.archive import check_bases
 from h3store.errors import (
     ArchiveError,
     ArchiveLockedError,
-    ArchiveNotFoundError,
     CorruptArchiveError,
     CorruptBlockError,
     StorageFullError,
@@ -41,7 +41,7 @@ def unpack(archive: str | os.PathLike[str], out: str | os.PathLike[str], *, forc
     Returns: how many "files" and "bytes".
 
     Raises:
-        UsageError: the folder is there and not empty.
+        UsageError: the folder is there and not empty, or something in it is in the way.
         ArchiveNotFoundError, CorruptArchiveError: the archive, or one that it leans on, is missing, damaged or another
             one now; nothing was made.
         StorageFullError, ArchiveError.
@@ -55,7 +55,8 @@ def unpack(archive: str | os.PathLike[str], out: str | os.PathLike[str], *, forc
     if has_files and not force:
         raise UsageError(f"{target} is there and not empty; --force puts the files into it")
     with PackedFolder(archive, _DDR_BYTES) as packed:
-        _check_bases(packed)
+        check_bases(packed.store.archive)
+        _check_target(packed, target)
         with _new_folder(target) as fresh:
             total = sum(file.nbytes for file in packed.files.values())
             done = 0
@@ -67,23 +68,16 @@ def unpack(archive: str | os.PathLike[str], out: str | os.PathLike[str], *, forc
     return {"files": len(packed.files), "bytes": total}
 
 
-def _check_bases(packed: PackedFolder) -> None:
-    """Finds a missing or other base before the work, once per base."""
-    store, seen = packed.store, set()
-    for name in store:
-        base = store.record(name).base
-        if base is None or (base.path, base.uuid) in seen:
-            continue
-        seen.add((base.path, base.uuid))
-        path = packed.path.parent / base.path
-        try:
-            store.range(name)
-        except ArchiveNotFoundError as error:
-            raise ArchiveNotFoundError(f"{packed.path} is a difference to {path}, which is not there; put that archive "
-                                       "back") from error
-        except KeyError as error:
-            raise CorruptArchiveError(f"{packed.path} is a difference to {path}, which has changed since: {error}"
-                                      ) from error
+def _check_target(packed: PackedFolder, target: Path) -> None:
+    """Files go into the target and nowhere else, and onto nothing but files."""
+    for name in (*packed.files, *packed.folders):
+        for part in reversed(Path(name).parents[:-1]):
+            if (target / part).is_symlink():
+                raise UsageError(f"{target / part} is a link, and {name} would be written through it; remove the link")
+            if (target / part).exists() and not (target / part).is_dir():
+                raise UsageError(f"{target / part} is a file, and {name} needs a folder there; move it away")
+        if name in packed.files and (target / name).is_dir() and not (target / name).is_symlink():
+            raise UsageError(f"{target / name} is a folder, and a file goes there; move it away")
 
 
 def _write_file(packed: PackedFolder, name: str, folder: Path, report: Callable[[int], object], done: int) -> int:

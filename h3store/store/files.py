@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from h3store.archive import BaseRef, Writer
+from h3store.archive import BaseRef, Writer, refuse_circle
 from h3store.archive.records import CARRIED_PREFIX, PACKED_KEY
 from h3store.codec import MAX_BASE_DEPTH
 from h3store.errors import UsageError
@@ -40,7 +40,8 @@ def save(
         path: of the archive; replaced if it exists.
         base: an archive that holds related tensors of the same names, shapes and dtypes; where a difference is smaller
             it is what gets stored, and loading needs that archive at the same place relative to this one. Takes the
-            chunk sizes of that archive, so that access and compression cannot be given with it.
+            chunk sizes of that archive, so that access and compression cannot be given with it. What is written to
+            that archive later makes the blocks that lean on it unreadable.
         access: how the tensors will be read: "random" (rows here and there: chunks of 16 KiB), "stream" (whole and in
             order: 512 KiB) or "default" (64 KiB; also None).
         compression: "none" stores raw bytes; "auto" (also None) what a trial on a sample finds smallest.
@@ -50,8 +51,8 @@ def save(
     """
     if not isinstance(tensors, Mapping):
         raise UsageError(f"save() takes a mapping of names to tensors, such as model.state_dict(); got {type(tensors)}")
-    if base is not None and os.path.exists(path) and os.path.samefile(base, path):
-        raise UsageError(f"{os.fspath(path)}: cannot be saved as a difference to itself; choose another path")
+    if base is not None:
+        refuse_circle(base, path)
     if base is not None and (access is not None or compression is not None):
         raise UsageError("base= stores differences in the chunks of the base; leave access= and compression= out")
     chunk_bytes, compress = chunk_bytes_for(access), is_compressed(compression)

@@ -18,7 +18,8 @@ from h3store.archive import Reader
 from h3store.errors import CorruptArchiveError, H3Error
 from h3store.pager import Range
 from h3store.store.encode import torch_dtype
-from h3store.store.named import Origin, Store, origin_of, unchanged_origin
+from h3store.store.named import Store
+from h3store.store.origin import Origin, origin_of, unchanged_origin
 from h3store.tensor import TieredTensor, on_reference, over_range, plain_copy, python_state, range_of
 from h3store.units import MiB
 

@@ -3,33 +3,20 @@ refuses to know what tensors mean."""
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from h3store.archive import Reader, TensorRecord, Writer, compacted
-from h3store.archive.layout import xxh64
-from h3store.codec import CHUNK_DTYPE, MAX_BASE_DEPTH, Delta, Spec, choose_spec, default_spec, raw_spec
-from h3store.errors import (
-    BudgetError,
-    CorruptArchiveError,
-    H3Error,
-    ReadOnlyError,
-    StoreClosedError,
-    TensorNotFoundError,
-    UsageError,
-)
-from h3store.pager import Pager, Range
+from h3store.archive import TensorRecord, Writer, compacted
+from h3store.codec import CHUNK_DTYPE, Spec, choose_spec, default_spec, raw_spec
+from h3store.errors import ReadOnlyError, UsageError
+from h3store.pager import Range
+from h3store.store.base import OpenArchive, locked
 from h3store.store.encode import (
     CHUNK_BYTES,
     add_tensor,
@@ -44,173 +31,33 @@ from h3store.store.encode import (
     zero_table,
 )
 from h3store.tensor import TieredTensor, over_range
-from h3store.tiers import file_handle, open_range
 from h3store.tiers.ddr import native_spec
-from h3store.units import MiB, available_memory, exact_bytes, parse_bytes
+from h3store.units import MiB
 
-__all__ = ["Origin", "Store", "origin_of", "unchanged_origin"]
-
-Origin = tuple[str, str, tuple[bytes, int]]  # absolute path, tensor, what origin_of says of it
+__all__ = ["Store"]
 
 # Writable tensors reserve this much more address space than they have bytes, so that appends need no new range.
 _GROWTH = 4
 _GROWTH_BYTES = 64 * MiB
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def default_budget() -> int:
-    """Returns the ddr budget when none is given: a quarter of the memory that is available now, 64 MiB at least."""
-    return max(64 * MiB, available_memory() // 4)
-
-
-def _locked(method: _Method) -> _Method:
-    """One thread at a time; a method may call another."""
-
-    @functools.wraps(method)
-    def wrapper(self: Store, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return cast(_Method, wrapper)
-
-
-class _Descriptor:
-    """A descriptor of its own, closed with its last user."""
-
-    def __init__(self, source_fd: int) -> None:
-        self.fd = os.open(f"/proc/self/fd/{source_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self.native = file_handle(self.fd, os.fstat(self.fd).st_size, writable=False)
-
-    def __del__(self) -> None:
-        fd = getattr(self, "fd", -1)
-        if fd >= 0:
-            self.native = None
-            os.close(fd)
-            self.fd = -1
-
-
-class Store:
+class Store(OpenArchive):
     """Named tensors of one archive. Made by h3store.open().
 
     Any thread may call any method. Tensors stay valid after close(), read-only. Leaving a with-block commits, unless an
     exception is under way.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: str = "r", ddr_bytes: int | str | None = None,
-                 *, pager: Pager | None = None) -> None:
-        if mode not in ("r", "r+", "w"):
-            raise UsageError(f'mode {mode!r} is not known; use "r", "r+" or "w"')
-        self.path = Path(path)
-        self.mode = mode
-        if pager is not None:  # a budget that several stores share
-            ddr_bytes = pager.ddr_bytes
-        self._ddr_bytes = default_budget() if ddr_bytes is None else parse_bytes(ddr_bytes, "ddr_bytes")
-        if self._ddr_bytes < 4096:
-            raise BudgetError(f"ddr_bytes={exact_bytes(self._ddr_bytes)} is below one page of 4KiB; give at least 1MiB")
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        _stores.add(self)
-        self._pager = pager
-        self._archive: Reader | Writer | None = Reader(path) if mode == "r" else Writer(path, mode)
-        self._readers: dict[Path, Reader] = {}
-        self._open: dict[str, Range] = {}  # writable ranges: changed blocks live in them until commit
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._fresh: set[str] = set()  # created since the last commit: their spec is still to be chosen
-        self._live: weakref.WeakValueDictionary[tuple[Any, bool], Range] = weakref.WeakValueDictionary()
-        self._ranges: weakref.WeakSet[Range] = weakref.WeakSet()  # every range over this store's own file
-
-    # ---- what exists ----
-
-    @property
-    def archive(self) -> Reader | Writer:
-        if self._archive is None:
-            raise StoreClosedError(f"{self.path}: the store was closed; open it again")
-        return self._archive
-
-    @property
-    def writable(self) -> bool:
-        return self.mode != "r"
-
-    @property
-    def ddr_bytes(self) -> int:
-        """The budget of resident bytes."""
-        return self._ddr_bytes
-
-    @property
-    def folder(self) -> Path:
-        """Where scratch files go: beside the archive."""
-        return self.path.parent if str(self.path.parent) else Path(".")
-
-    @property
-    def pager(self) -> Pager:
-        with self._lock:
-            if self._pager is None:
-                self._pager = Pager(self._ddr_bytes)
-            return self._pager
-
-    @property
-    def file(self) -> Any:
-        """The archive's native file, for native code that appends chunks."""
-        return self._writer().file
-
-    def keys(self) -> list[str]:
-        """Returns the names of all tensors."""
-        return list(self.archive.records)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.archive.records
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self.archive.records)
-
-    def record(self, name: str) -> TensorRecord:
-        """Returns what the archive says of a tensor."""
-        record = self.archive.records.get(name)
-        if record is None:
-            raise TensorNotFoundError(
-                f"{self.path}: no tensor named {name!r}; it holds {len(self)} tensors, see keys()"
-            )
-        return record
-
     # ---- reading ----
 
-    @_locked
-    def range(self, name: str, *, cyclic: bool = False) -> Range:
-        """Returns the range over a tensor, shared by every tensor over it: one per name, or per tied names."""
-        record = self.record(name)
-        if name in self._open:
-            return self._open[name]
-        key = (self._content(record), cyclic)
-        live = self._live.get(key)
-        if live is None:
-            live = self._open_range(record, self.archive, cyclic)
-            self._live[key] = live
-        return live
-
-    def _content(self, record: TensorRecord) -> Any:
-        """What two names must have in common to share a range: where nothing is written, the same chunks."""
-        if self.writable or record.table is None or not record.n_chunks:
-            return record.name
-        return record.table[1:], record.nbytes, record.dtype, record.spec, record.chunk_bytes, record.base
-
-    @_locked
+    @locked
     def __getitem__(self, name: str) -> TieredTensor:
         """Returns a tensor: writable in modes "r+" and "w", read-only in mode "r". Reads nothing yet."""
         record = self.record(name)
         tiered = self._writable_range(name) if self.writable and record.base is None else self.range(name)
-        return over_range(tiered, torch_dtype(record.dtype), self._shapes.get(name, record.shape))
+        return self._tensor(name, tiered)
 
-    @_locked
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a copy of a tensor in ordinary memory."""
-        record = self.record(name)
-        tensor = over_range(self.range(name), torch_dtype(record.dtype), self._shapes.get(name, record.shape))
-        return tensor.clone()
-
-    @_locked
+    @locked
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         """Replaces a tensor, or adds one; `store[name] += 1` changes it in place. Durable after commit()."""
         if name in self._open and isinstance(value, TieredTensor):
@@ -224,59 +71,12 @@ class Store:
                 return
         self.put(name, value)
 
-    def _open_range(
-        self,
-        record: TensorRecord,
-        archive: Reader | Writer,
-        cyclic: bool = False,
-        writable: bool = False,
-        capacity_bytes: int = 0,
-        depth: int = 0,
-    ) -> Range:
-        chunks = archive.chunks(record)
-        base = None
-        if record.base is not None and bool((chunks["delta"] == Delta.BASE).any()):
-            base = self._base_range(record, archive, depth)
-        tiered = open_range(
-            self.pager,
-            record,
-            chunks,
-            file=archive.file,
-            owner=archive,
-            writable=writable,
-            cyclic=cyclic,
-            capacity_bytes=capacity_bytes,
-            base=base,
-            label=f"{archive.path}: tensor {record.name!r}",
-        )
-        if archive is self._archive:
-            self._ranges.add(tiered)
-            if not writable and isinstance(archive, Reader):
-                tiered.origin = self._origin(record.name)
-        return tiered
-
-    def _origin(self, name: str) -> Origin:
-        return os.path.abspath(self.path), name, origin_of(self.archive, name)
-
-    def _base_range(self, record: TensorRecord, archive: Reader | Writer, depth: int) -> Range:
-        ref = record.base
-        assert ref is not None
-        if depth >= MAX_BASE_DEPTH - 1:
-            raise CorruptArchiveError(
-                f"{archive.path}: tensor {record.name!r} leans on over 8 archives in a row; save it whole"
-            )
-        path = Path(archive.path).parent / ref.path
-        if path not in self._readers:
-            self._readers[path] = Reader(path)
-        reader = self._readers[path]
-        if reader.uuid != ref.uuid:
-            raise CorruptArchiveError(
-                f"{archive.path}: tensor {record.name!r} needs the base archive {path} that it was saved "
-                "against; another file lies there now"
-            )
-        return self._open_range(reader.record(ref.name), reader, depth=depth + 1)
-
     # ---- writing ----
+
+    @property
+    def file(self) -> Any:
+        """The archive's native file, for native code that appends chunks."""
+        return self._writer().file
 
     def _writer(self) -> Writer:
         archive = self.archive
@@ -301,7 +101,7 @@ class Store:
             self._shapes[name] = record.shape
         return self._open[name]
 
-    @_locked
+    @locked
     def create(
         self,
         name: str,
@@ -312,7 +112,9 @@ class Store:
         compression: str | None = None,
         chunk_bytes: int | None = None,
     ) -> TieredTensor:
-        """Returns a new writable tensor of zeros. Takes no memory or disk until written.
+        """Returns a new writable tensor of zeros.
+
+        Until written it takes no memory or disk but its tables: under 100 bytes for each chunk (1.4 MiB for 1 GiB).
 
         Args:
             name: 1 to 1024 bytes of UTF-8, not yet in the store.
@@ -342,7 +144,7 @@ class Store:
             self.remove(name)
             raise
 
-    @_locked
+    @locked
     def put(
         self,
         name: str,
@@ -375,7 +177,7 @@ class Store:
         for cyclic in (False, True):  # a range over what was there is not one over what is there now
             self._live.pop((name, cyclic), None)
 
-    @_locked
+    @locked
     def adopt(
         self,
         name: str,
@@ -389,7 +191,7 @@ class Store:
         """Takes chunks that native code has appended to `file` as a tensor; durable after commit()."""
         self._writer().put(TensorRecord(name, name_of(dtype), shape, spec, chunk_bytes, chunks, metadata=metadata))
 
-    @_locked
+    @locked
     def append(self, name: str, rows: torch.Tensor) -> TieredTensor:
         """Adds rows along the first dimension and returns the longer tensor; durable after commit().
 
@@ -401,9 +203,8 @@ class Store:
         Raises:
             UsageError: shape or dtype do not fit.
         """
-        record = self.record(name)
-        tiered = self._writable_range(name)
-        shape = self._shapes[name]
+        self._writable_range(name)
+        record, shape = self.record(name), self._shapes[name]
         if not isinstance(rows, torch.Tensor):
             raise UsageError(f"{name!r}: rows to append are a {type(rows).__name__}; give a tensor (k, *shape[1:])")
         if not shape or tuple(rows.shape[1:]) != shape[1:] or rows.dim() != len(shape):
@@ -412,16 +213,20 @@ class Store:
             )
         if name_of(rows.dtype) != record.dtype:
             raise UsageError(f"{name!r} is {record.dtype}; rows are {rows.dtype}: convert them first")
-        new_shape = (shape[0] + rows.shape[0], *shape[1:])
-        nbytes = int(np.prod(new_shape, dtype=np.int64)) * rows.element_size()
-        if nbytes > tiered.capacity_bytes:
-            tiered = self._regrow(name, nbytes)
-        tiered.resize(nbytes)
-        self._shapes[name] = new_shape
-        longer = over_range(tiered, rows.dtype, new_shape)
+        longer = self._set_rows(name, shape[0] + rows.shape[0])
         if rows.numel():
             longer[shape[0] :] = rows
         return longer
+
+    def _set_rows(self, name: str, rows: int) -> TieredTensor:
+        tiered, shape = self._open[name], (rows, *self._shapes[name][1:])
+        dtype = torch_dtype(self.record(name).dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes > tiered.capacity_bytes or nbytes < tiered.nbytes:  # who reads the old range is not cut short
+            tiered = self._regrow(name, max(nbytes, tiered.nbytes))
+        tiered.resize(nbytes)
+        self._shapes[name] = shape
+        return over_range(tiered, dtype, shape)
 
     def _regrow(self, name: str, nbytes: int) -> Range:
         """A range with more address space. Tensors over the old one become read-only: two writers would lose writes."""
@@ -432,7 +237,7 @@ class Store:
         del self._open[name]
         return self._writable_range(name, nbytes)
 
-    @_locked
+    @locked
     def remove(self, name: str) -> None:
         """Forgets a tensor; durable after commit(). Its bytes in the file become dead space."""
         self._writer().remove(name)
@@ -440,7 +245,7 @@ class Store:
 
     __delitem__ = remove
 
-    @_locked
+    @locked
     def resize(self, name: str, rows: int) -> TieredTensor:
         """Makes a tensor longer or shorter along its first dimension and returns it; durable after commit().
 
@@ -449,21 +254,15 @@ class Store:
         Raises:
             UsageError: rows below 0, or a tensor without dimensions.
         """
-        record = self.record(name)
-        tiered = self._writable_range(name)
+        self._writable_range(name)
         shape = self._shapes[name]
-        if not shape or not isinstance(rows, int) or rows < 0:
-            raise UsageError(f"{name!r} has shape {shape}; {rows!r} rows are no length of its dimension 0")
-        new_shape = (rows, *shape[1:])
-        dtype = torch_dtype(record.dtype)
-        nbytes = int(np.prod(new_shape, dtype=np.int64)) * dtype.itemsize
-        if nbytes > tiered.capacity_bytes or nbytes < tiered.nbytes:  # who reads the old range is not cut short
-            tiered = self._regrow(name, max(nbytes, tiered.nbytes))
-        tiered.resize(nbytes)
-        self._shapes[name] = new_shape
-        return over_range(tiered, dtype, new_shape)
+        if not shape:
+            raise UsageError(f"{name!r} is a scalar; only a tensor with dimensions can be made longer or shorter")
+        if not isinstance(rows, int) or rows < 0:
+            raise UsageError(f"{name!r} cannot have {rows!r} rows; give a whole number, 0 or more")
+        return self._set_rows(name, rows)
 
-    @_locked
+    @locked
     def compact(self) -> int:
         """Commits, then rewrites the file without what no tensor needs any longer. Blocks on the disk.
 
@@ -516,7 +315,7 @@ class Store:
             blocks = np.concatenate(changed) if changed else np.zeros(0, np.int64)
             writer.update(record, blocks)
 
-    @_locked
+    @locked
     def commit(self) -> int:
         """Makes every change since the last commit durable, all or nothing. Blocks on the disk.
 
@@ -536,14 +335,7 @@ class Store:
 
     # ---- end ----
 
-    def stats(self) -> dict[str, Any]:
-        """Returns counters of the ddr budget (see Pager.stats) and of the file."""
-        values: dict[str, Any] = dict(self.pager.stats())
-        values["file_bytes"] = os.stat(self.path).st_size if self.path.exists() else 0
-        values["tensors"] = len(self)
-        return values
-
-    @_locked
+    @locked
     def close(self, *, commit: bool = True) -> None:
         """Commits (unless told not to) and lets go of the file. A second close does nothing.
 
@@ -563,14 +355,6 @@ class Store:
         self._archive = None
         self._open.clear()
 
-    def _detach(self, writer: Writer) -> None:
-        """Tensors that outlive the store read through a descriptor of their own."""
-        live = list(self._ranges)
-        if live:
-            descriptor = _Descriptor(writer.fd)
-            for tiered in live:
-                tiered.detach(descriptor.native, descriptor)
-
     def __enter__(self) -> Store:
         return self
 
@@ -587,36 +371,3 @@ def _table_for(table: np.ndarray, n_chunks: int) -> np.ndarray:
     longer = np.zeros(n_chunks, CHUNK_DTYPE)
     longer[: len(table)] = table[:n_chunks]
     return longer
-
-
-def origin_of(archive: Reader | Writer, name: str) -> tuple[bytes, int]:
-    """Returns what tells one committed version of a tensor from every other: file uuid, check of its table."""
-    record = archive.records[name]
-    if record.table is None or record.pending is not None:
-        return archive.uuid, 0
-    return archive.uuid, xxh64(archive.chunks(record).view(np.uint8)) if record.changes else record.table.check
-
-
-def unchanged_origin(tiered: Range) -> Origin | None:
-    """Returns which committed tensor a range holds, or None if it was changed since, or never was one.
-
-    May block on the disk: changed blocks of a writable range are saved, as eviction would.
-    """
-    if tiered.origin is None or not tiered.writable:
-        return tiered.origin
-    with suppress(H3Error):  # what can't be saved has changed
-        if xxh64(tiered.flush().tobytes()) == tiered.origin[2][1]:
-            return tiered.origin
-    return None
-
-
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    """A thread that held a store's lock over the fork is not here to let go of it."""
-    for store in _stores:
-        store._lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_in_forked_child)

@@ -17,6 +17,8 @@ import torch
 from torch import serialization
 
 from h3store._ffi import ffi, lib
+from h3store.archive import is_archive
+from h3store.errors import UsageError
 from h3store.pager import Range, range_holding
 from h3store.tensor.pickling import Values, writing_values
 from h3store.tensor.subclass import in_operation
@@ -34,6 +36,17 @@ def _ranges_of(addresses: Iterable[int]) -> list[Range]:
 
 def _address(view: memoryview) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(view))) if view.nbytes else 0
+
+
+def _refuse_archive(path: str | os.PathLike[str]) -> None:
+    """Opening a file to write it over ends what it held, and it may hold the very tensors that are to be written.
+
+    Raises:
+        UsageError: an archive lies there.
+    """
+    if is_archive(path):
+        raise UsageError(f"{os.fspath(path)} is an h3store archive, perhaps the one that these tensors are read from; "
+                         "choose another path, or delete it first")
 
 
 def _write_resident(write: Callable[[memoryview], Any], view: memoryview) -> None:
@@ -98,6 +111,7 @@ class _ZipWriter:
             target = self._target
             if self._values is not None and self._values.met:
                 if isinstance(target, (str, os.PathLike)):
+                    _refuse_archive(target)
                     target = self._resources.enter_context(open(target, "wb"))  # noqa: SIM115  # it is one
                 target = _ResidentFile(target)
             self._writer = self._resources.enter_context(self._open_writer(target))
@@ -178,6 +192,7 @@ def _header(specs: Mapping[str, Any], metadata: Mapping[str, str] | None, serial
 
 
 def _write_file(serialize: Callable[..., bytes], specs: Mapping[str, Any], filename: Any, metadata: Any) -> None:
+    _refuse_archive(filename)
     header, order = _header(specs, metadata, serialize)
     with open(filename, "wb") as file:
         file.write(header)

@@ -229,7 +229,7 @@ def _refuse(tensor: TieredTensor, func: Callable[..., Any]) -> None:
     name = getattr(func, "__name__", str(func))
     raise ReadOnlyError(
         f"{name} would write to {tiered.label or 'a read-only tensor'}, which is read-only; clone() it first, "
-        'or open the store with mode="r+"'
+        'or take the tensor anew from a store that is open with mode="r+"'
     )
 
 

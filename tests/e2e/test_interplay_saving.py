@@ -21,7 +21,13 @@ import torch
 
 import h3store
 from h3store import TieredTensor
-from h3store.errors import ArchiveNotFoundError, CorruptArchiveError, CorruptBlockError, StorageFullError
+from h3store.errors import (
+    ArchiveNotFoundError,
+    CorruptArchiveError,
+    CorruptBlockError,
+    StorageFullError,
+    UsageError,
+)
 from h3store.store import handoff
 from h3store.tensor import range_of
 from tests.fault.test_corrupt_tensor import damage
@@ -249,6 +255,16 @@ def test_torch_save_writes_values_that_outlive_the_archive(
     if write is not to_old_format:
         assert got["w"].untyped_storage().data_ptr() == got["tied"].untyped_storage().data_ptr()
         assert (tmp_path / "out.pt").stat().st_size < 1.1 * tensor.nbytes  # tied ones once, a row without its table
+
+
+def test_an_archive_is_never_written_over_by_what_is_read_from_it(saved: Saved) -> None:
+    tensor = load(saved)
+    before = saved[0].read_bytes()
+    with pytest.raises(UsageError, match=r"w\.h3 is an h3store archive"):
+        torch.save({"w": tensor}, saved[0])
+    with pytest.raises(UsageError, match=r"w\.h3 is an h3store archive"):
+        safetensors.torch.save_file({"w": tensor}, saved[0])
+    assert saved[0].read_bytes() == before and torch.equal(tensor, saved[1])
 
 
 def test_torch_save_of_plain_tensors_is_left_alone(tmp_path: Path, saved: Saved) -> None:

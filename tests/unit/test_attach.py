@@ -314,6 +314,19 @@ def test_weights_that_are_tiered_already_are_read_where_they_are(stack: Stack, t
     assert handle.stats()["fills"] > 0
 
 
+@torch.no_grad()
+def test_a_model_is_attached_once_at_a_time(stack: Stack) -> None:
+    x = torch.randn(2, 512)
+    expected = stack(x)
+    handle = h3store.attach(stack, ddr_bytes="4MiB")
+    with pytest.raises(UsageError, match=r"close\(\) its handle"):
+        h3store.attach(stack, ddr_bytes="4MiB")
+    handle.close()
+    with h3store.attach(stack, ddr_bytes="3MiB"):
+        assert torch.equal(stack(x), expected)
+    assert torch.equal(stack(x), expected)
+
+
 # ---- endings and failures ----
 
 

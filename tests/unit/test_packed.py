@@ -148,7 +148,7 @@ def test_a_base_that_is_gone_or_another_is_named(folder: Path, tmp_path: Path) -
     with pytest.raises(ArchiveNotFoundError, match=r"o\.h3 is a difference to .*m\.h3, which is not there"):
         unpack(tmp_path / "o.h3", tmp_path / "back")
     pack(folder, tmp_path / "m.h3")  # the same content, but not the archive that was leaned on
-    with pytest.raises(CorruptArchiveError, match=r"needs the base archive .*m\.h3"):
+    with pytest.raises(CorruptArchiveError, match=r"archive that was at .*m\.h3; another one lies there"):
         unpack(tmp_path / "o.h3", tmp_path / "back")
     shutil.copy(tmp_path / "elsewhere.h3", tmp_path / "m.h3")
     with Writer(tmp_path / "m.h3", "r+") as writer:  # the same archive, with a tensor replaced
@@ -254,6 +254,40 @@ def test_every_failure_leaves_what_was_there(folder: Path, tmp_path: Path, kind:
             break
     else:
         pytest.fail("the fault fired for ever")
+
+
+def test_unpacking_writes_into_its_folder_only_and_over_files_only(folder: Path, tmp_path: Path) -> None:
+    pack(folder, tmp_path / "m.h3")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    back = tmp_path / "back"
+    back.mkdir()
+    (back / "original").symlink_to(outside)
+    with pytest.raises(UsageError, match=r"back/original is a link"):
+        unpack(tmp_path / "m.h3", back, force=True)
+    (back / "original").unlink()
+    (back / "original").write_text("mine")
+    with pytest.raises(UsageError, match=r"back/original is a file, and .* needs a folder there"):
+        unpack(tmp_path / "m.h3", back, force=True)
+    (back / "original").unlink()
+    (back / "config.json").mkdir()
+    with pytest.raises(UsageError, match=r"back/config\.json is a folder"):
+        unpack(tmp_path / "m.h3", back, force=True)
+    assert not list(outside.iterdir()) and [path.name for path in back.iterdir()] == ["config.json"]
+    (back / "config.json").rmdir()
+    (back / "config.json").symlink_to(outside / "config.json")  # a link to a file is replaced, not followed
+    unpack(tmp_path / "m.h3", back, force=True)
+    assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert not list(outside.iterdir())
+
+
+def test_no_archive_is_packed_over_what_its_base_leans_on(folder: Path, tmp_path: Path) -> None:
+    pack(folder, tmp_path / "a.h3")
+    pack(folder, tmp_path / "b.h3", base=tmp_path / "a.h3")
+    for base in ("a.h3", "b.h3"):
+        with pytest.raises(UsageError, match="cannot be saved as a difference to"):
+            pack(folder, tmp_path / "a.h3", base=tmp_path / base, force=True)
+    unpack(tmp_path / "b.h3", tmp_path / "back")
 
 
 def test_lists_that_lie_are_refused(folder: Path, tmp_path: Path) -> None:

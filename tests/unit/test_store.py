@@ -17,6 +17,7 @@ from h3store.errors import (
     ArchiveNotFoundError,
     BudgetError,
     CorruptArchiveError,
+    CorruptBlockError,
     ReadOnlyError,
     StoreClosedError,
     TensorNotFoundError,
@@ -273,6 +274,29 @@ def test_difference_to_a_base(tmp_path: Path) -> None:
     (tmp_path / "base.h3").unlink()
     with pytest.raises(ArchiveNotFoundError, match=r"base\.h3"):
         h3store.load(tmp_path / "step.h3", ddr_bytes="1MiB")
+
+
+def test_no_archive_becomes_a_difference_to_itself_however_far_around(tmp_path: Path) -> None:
+    value = rows(300, 1000)
+    for base, name in ((None, "a"), ("a", "b"), ("b", "c")):
+        h3store.save({"w": value}, tmp_path / f"{name}.h3", base=base and tmp_path / f"{base}.h3")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for base, why in (("a", "itself"), ("b", r"b\.h3, which is a difference to it"), ("c", r"c\.h3, which is")):
+        with pytest.raises(UsageError, match=why):
+            h3store.save({"w": value}, tmp_path / "a.h3", base=tmp_path / f"{base}.h3")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    h3store.save({"w": value}, tmp_path / "c.h3", base=tmp_path / "a.h3")  # nothing leans on c
+
+
+def test_an_error_says_that_the_base_was_written_since(tmp_path: Path) -> None:
+    value = rows(300, 1000)
+    h3store.save({"w": value}, tmp_path / "base.h3")
+    h3store.save({"w": value}, tmp_path / "step.h3", base=tmp_path / "base.h3")
+    with h3store.open(tmp_path / "base.h3", mode="r+") as store:
+        store["w"][:] = 0
+    loaded = h3store.load(tmp_path / "step.h3", ddr_bytes="1MiB")["w"]
+    with pytest.raises(CorruptBlockError, match=r"step\.h3.*difference to .*base\.h3, which was written since"):
+        loaded.sum()
 
 
 def test_default_budget_follows_the_machine(path: Path) -> None:
