@@ -9,7 +9,7 @@
 #include "internal.h"
 #include "pager.h"
 
-enum { WINDOW_BYTES = 4 << 20, WINDOW_BLOCKS = 2, SHARE = 32, SHARE_AT_LEAST = 8 };
+enum { WINDOW_BYTES = 8 << 20, WINDOW_BLOCKS = 2, SHARE = 32, SHARE_AT_LEAST = 8 };
 
 /* The stream that this block continues, or the one longest without a touch, started anew here. */
 static h3_stream *stream_of(h3_range *range, uint64_t block, int *continues) {

@@ -23,14 +23,13 @@
 
 enum {
   WORKERS = 32,
-  SPARE = 4,               /* buffers for callers, which work as well */
   RUN_BLOCKS = 64,         /* of one read */
-  RUN_BYTES = 512 * 1024,  /* of one read, unless one chunk is longer */
+  RUN_BYTES = 512 * 1024 - H3_READ_SLACK, /* of one read, unless one chunk is longer */
   RUN_GAP = 4096,          /* bytes between two chunks that are read over */
-  IN_FLIGHT = 16 << 20,    /* bytes of read buffers in use at once, about */
+  GLANCE = 4,              /* rows that take less than one in so many bytes of a block leave it where it is, at first */
   ASKS = 32,               /* asked ahead and not begun */
   ASK_WORKERS = 4,         /* started before they are needed */
-  ASK_BLOCKS = 4           /* of one read ahead: who scans waits for the first, and several are under way */
+  ASK_BYTES = 256 * 1024   /* raw, of one read ahead: who scans waits for the first, and several are under way */
 };
 
 typedef struct h3_rows {
@@ -48,7 +47,7 @@ typedef struct h3_job {
   uint32_t run_blocks;
   const h3_stream *scan; /* asked ahead of it; or NULL */
   int in_order;          /* neighbours: they leave in the order they came, whichever worker was first */
-  int most, inside; /* workers; guarded by pool.lock */
+  int inside; /* workers; guarded by pool.lock */
   h3_lock lock;     /* guards the rest */
   uint64_t at, failed;
   int status;
@@ -74,8 +73,6 @@ static struct {
   uint32_t n_asks;
   int started;
   _Atomic uint32_t published, left; /* futex words: a job came; a worker left one */
-  char *buffers[WORKERS + SPARE];
-  _Atomic uint32_t spare; /* bit set of a caller's buffers in use */
 } pool;
 
 /* ---- runs ---- */
@@ -149,6 +146,7 @@ static int pass_by(h3_job *job, uint64_t block, const h3_window *window) {
   h3_context *context = h3_context_acquire(range->pager);
   context->window = window;
   const int status = h3_chunk_load(context, range, block, &range->blocks[block].chunk, context->copy, 0);
+  h3_passed_by(range->pager, &range->blocks[block]);
   h3_block_settle(&range->blocks[block], H3_ABSENT, 0);
   if (status == H3_OK) copy_rows(job->rows, range, block, context->copy);
   else atomic_fetch_add(&range->pager->errors, 1);
@@ -164,6 +162,17 @@ static int has_room(h3_range *range, uint64_t block) {
   const int room = pager->charged + bytes * WORKERS <= pager->budget;
   h3_lock_release(&pager->lock);
   return room;
+}
+
+/* Rows take little of a block that nobody wanted before: bringing it in would cost more than they do, and memory that may
+ * never be looked at. If it is wanted again it comes. */
+static int is_glance(const h3_job *job, uint64_t block) {
+  const h3_rows *rows = job->rows;
+  const int64_t start = (int64_t)(block * job->range->block_bytes), end = start + (int64_t)job->range->block_bytes;
+  const uint64_t most = job->range->block_bytes / GLANCE / rows->row_bytes;
+  if (h3_was_here(&job->range->blocks[block])) return 0;
+  const uint64_t first = first_row_after(rows, start - (int64_t)rows->row_bytes);
+  return first + most >= rows->n || rows->offsets[first + most] >= end;
 }
 
 typedef struct h3_visited {
@@ -185,7 +194,7 @@ static int serve_claimed(h3_job *job, uint64_t block, const h3_window *window) {
   h3_visited visited = {job, 0};
   h3_fill_with with = {.window = window, .scan = job->scan || job->in_order};
   if (!job->rows) return h3_block_fill(job->range, block, &with);
-  if (!has_room(job->range, block)) return pass_by(job, block, window);
+  if (is_glance(job, block) || !has_room(job->range, block)) return pass_by(job, block, window);
   with.visit = visit_rows;
   with.argument = &visited;
   const int status = h3_block_fill(job->range, block, &with);
@@ -209,16 +218,18 @@ static int serve_other(h3_job *job, uint64_t block, const h3_window *window) {
   }
 }
 
-static void serve_run(h3_job *job, h3_run *run, char *buffer) {
+static void serve_run(h3_job *job, h3_run *run) {
   h3_range *range = job->range;
   h3_window window = {0};
+  h3_stage stage = {0};
   char *data = NULL;
+  if (run->bytes) h3_stage_wait(run->bytes, &stage); /* no block is owned yet */
   for (uint32_t i = 0; i < run->n; i++)
     run->claimed[i] = (unsigned char)(!too_late(job, run->blocks[i]) && h3_block_claim(range, run->blocks[i]));
   atomic_fetch_add(&range->readers, 1); /* before the file is looked at: see h3_range_detach */
   h3_file *file = range->file;
   /* A read that fails is repeated chunk by chunk, so that one bad sector fails one block. */
-  if (buffer && run->bytes && h3_file_read_direct(file, run->offset, run->bytes, buffer, &data) == H3_OK)
+  if (stage.units && h3_file_read_direct(file, run->offset, run->bytes, stage.data, &data) == H3_OK)
     window = (h3_window){file, run->offset, run->bytes, data};
   for (uint32_t i = 0; i < run->n; i++) {
     if (!run->claimed[i]) continue;
@@ -235,26 +246,21 @@ static void serve_run(h3_job *job, h3_run *run, char *buffer) {
     if (status < 0) note_failure(job, run->blocks[i], status);
   }
   atomic_fetch_sub(&range->readers, 1);
+  h3_stage_release(&stage);
 }
 
-static void serve(h3_job *job, char *buffer) {
+static void serve(h3_job *job) {
   h3_run run;
-  while (take_run(job, &run)) serve_run(job, &run, buffer);
+  while (take_run(job, &run)) serve_run(job, &run);
 }
 
 /* ---- the pool ---- */
-
-static char *buffer_of(int index) {
-  if (!pool.buffers[index]) pool.buffers[index] = h3_map(H3_MAX_CHUNK + H3_READ_SLACK);
-  return pool.buffers[index];
-}
 
 /* A job with work left, entered; or NULL. */
 static h3_job *enter(void) {
   h3_job *job;
   h3_lock_acquire(&pool.lock);
-  for (job = pool.jobs; job; job = job->next)
-    if (job->inside < job->most) break;
+  job = pool.jobs;
   if (job) job->inside++;
   h3_lock_release(&pool.lock);
   return job;
@@ -286,6 +292,10 @@ static void drop_ask(uint32_t i) {
   memmove(&pool.asks[i], &pool.asks[i + 1], (pool.n_asks - i) * sizeof *pool.asks);
 }
 
+static uint64_t ask_blocks(const h3_range *range) {
+  return range->block_bytes < ASK_BYTES ? ASK_BYTES / range->block_bytes : 1;
+}
+
 int h3_pool_ask(h3_range *range, const h3_stream *stream, uint64_t from, uint64_t to) {
   h3_lock_acquire(&pool.lock);
   const int taken = pool.started && pool.n_asks < ASKS && !atomic_load(&range->still);
@@ -294,7 +304,7 @@ int h3_pool_ask(h3_range *range, const h3_stream *stream, uint64_t from, uint64_
   h3_lock_release(&pool.lock);
   if (!taken) return 0;
   atomic_fetch_add(&pool.published, 1);
-  h3_futex_wake(&pool.published, (int)((to - from + ASK_BLOCKS - 1) / ASK_BLOCKS));
+  h3_futex_wake(&pool.published, (int)((to - from + ask_blocks(range) - 1) / ask_blocks(range)));
   return 1;
 }
 
@@ -304,8 +314,8 @@ static int take_ask(h3_job *job) {
   const int found = pool.n_asks > 0;
   if (found) {
     h3_ask *ask = &pool.asks[0];
-    const uint64_t left = ask->to - ask->from, n = left < ASK_BLOCKS ? left : ASK_BLOCKS;
-    *job = (h3_job){.range = ask->range, .first = ask->from, .n = n, .run_blocks = ASK_BLOCKS, .scan = ask->stream};
+    const uint64_t left = ask->to - ask->from, most = ask_blocks(ask->range), n = left < most ? left : most;
+    *job = (h3_job){.range = ask->range, .first = ask->from, .n = n, .run_blocks = (uint32_t)n, .scan = ask->stream};
     atomic_fetch_add(&ask->range->readers, 1);
     ask->from += n;
     if (ask->from == ask->to) drop_ask(0);
@@ -325,16 +335,16 @@ void h3_ahead_stop(h3_range *range) {
 
 void h3_ahead_resume(h3_range *range) { atomic_fetch_sub(&range->still, 1); }
 
-static void *work(void *argument) {
-  char *buffer = buffer_of((int)(intptr_t)argument);
+static void *work(void *unused) {
+  (void)unused;
   for (;;) {
     const uint32_t seen = atomic_load(&pool.published);
     h3_job *job = enter(), asked;
     if (job) {
-      serve(job, buffer);
+      serve(job);
       leave(job);
     } else if (take_ask(&asked)) {
-      serve(&asked, buffer);
+      serve(&asked);
       atomic_fetch_sub(&asked.range->readers, 1);
     } else {
       h3_futex_wait(&pool.published, seen);
@@ -349,7 +359,7 @@ static void start_workers(int wanted) {
   if (pool.started >= wanted || pthread_attr_init(&attributes)) return;
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
   for (pthread_t thread; pool.started < wanted; pool.started++)
-    if (pthread_create(&thread, &attributes, work, (void *)(intptr_t)pool.started)) break;
+    if (pthread_create(&thread, &attributes, work, NULL)) break;
   pthread_attr_destroy(&attributes);
 }
 
@@ -368,16 +378,6 @@ void h3_pool_after_fork(void) {
   pool.jobs = NULL;
   pool.n_asks = 0;
   pool.started = 0;
-  atomic_store(&pool.spare, 0);
-}
-
-static int take_spare(void) {
-  uint32_t used = atomic_load(&pool.spare);
-  while (used != (1u << SPARE) - 1) {
-    const int index = __builtin_ctz(~used);
-    if (atomic_compare_exchange_weak(&pool.spare, &used, used | 1u << index)) return index;
-  }
-  return -1;
 }
 
 /* Publishes a job, works on it, and returns when it is done. Signals are masked, which new workers inherit. */
@@ -388,8 +388,6 @@ static void run_job(h3_job *job) {
   job->run_blocks = (uint32_t)(share < 1 ? 1 : share);
   if (job->run_blocks > RUN_BLOCKS) job->run_blocks = RUN_BLOCKS;
   if (blocks && job->run_blocks > blocks) job->run_blocks = (uint32_t)blocks;
-  job->most = IN_FLIGHT / (job->range->block_bytes < RUN_BYTES ? RUN_BYTES : (int)job->range->block_bytes);
-  if (job->most > WORKERS) job->most = WORKERS;
   const uint64_t runs = (job->n + job->run_blocks - 1) / job->run_blocks;
   if (runs > 1) {
     h3_lock_acquire(&pool.lock);
@@ -400,9 +398,7 @@ static void run_job(h3_job *job) {
     atomic_fetch_add(&pool.published, 1);
     h3_futex_wake(&pool.published, (int)(runs - 1 < WORKERS ? runs - 1 : WORKERS));
   }
-  const int spare = take_spare();
-  serve(job, spare < 0 ? NULL : buffer_of(WORKERS + spare));
-  if (spare >= 0) atomic_fetch_and(&pool.spare, ~(1u << spare));
+  serve(job);
   for (;;) {
     const uint32_t seen = atomic_load(&pool.left);
     h3_lock_acquire(&pool.lock);

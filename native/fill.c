@@ -22,6 +22,7 @@ h3_context *h3_context_acquire(h3_pager *pager) {
 
 void h3_context_release(h3_pager *pager, h3_context *context) {
   context->window = NULL;
+  h3_stage_release(&context->stage);
   const uint32_t bit = 1u << (context - pager->contexts);
   atomic_fetch_or(&pager->free_contexts, bit);
   /* One wake for each release, also when another context is free: the thread that its release woke may not be up yet. */
@@ -46,7 +47,9 @@ static int stored_bytes(h3_context *context, h3_range *range, const h3_chunk *ch
     *out = window->data + (chunk->offset - window->offset);
     return H3_OK;
   }
-  return h3_file_read_direct(file, chunk->offset, chunk->stored_bytes, context->stored, out);
+  h3_stage_release(&context->stage);
+  char *buffer = h3_stage_acquire(chunk->stored_bytes, &context->stage) ? context->stage.data : context->stored;
+  return h3_file_read_direct(file, chunk->offset, chunk->stored_bytes, buffer, out);
 }
 
 /* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */

@@ -63,6 +63,7 @@ static int rebuild(h3_pager *pager) {
   h3_slots_reset(pager);
   pager->peak = 0;
   pager->kernel_pins = pager->context_waiters = 0;
+  for (int i = 0; i < pager->n_contexts; i++) pager->contexts[i].stage = (h3_stage){0};
   pager->free_contexts = pager->n_contexts == 32 ? UINT32_MAX : (1u << pager->n_contexts) - 1;
   int status = h3_pager_attach(pager);
   if (status == H3_OK) status = remap(pager, pager->arena, pager->arena_bytes, 1);
@@ -82,6 +83,7 @@ static void in_child(void) {
   h3_registry_lock.word = 0;
   h3_signals_after_fork();
   h3_pool_after_fork();
+  h3_stage_after_fork();
   for (h3_pager *pager = h3_registry; pager; pager = pager->next) {
     if (rebuild(pager) == H3_OK) atomic_fetch_add(&repairs, 1);
     else if (write(STDERR_FILENO, failed, sizeof failed - 1) < 0) errno = 0;

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "internal.h"
+#include "stage.h"
 
 h3_zstd_calls h3_zstd_fn;
 
@@ -38,5 +39,6 @@ int h3_init(const h3_zstd *zstd) {
       .is_error = (unsigned (*)(size_t))zstd->is_error,
       .compress_bound = (size_t(*)(size_t))zstd->compress_bound,
   };
-  return round_trip();
+  const int status = round_trip();
+  return status < 0 ? status : h3_stage_init();
 }

@@ -22,6 +22,7 @@
 #define H3_PAGER_H
 #include "h3store.h"
 #include "lock.h"
+#include "stage.h"
 
 enum { H3_RING = 16 };
 enum { H3_PAGE = 4096, H3_GRANULE_SHIFT = 21, H3_CLASSES = H3_MAX_CHUNK / H3_PAGE + 1, H3_MAX_CONTEXTS = 32 };
@@ -75,6 +76,7 @@ typedef struct h3_context {
   uint32_t watch;                   /* slot whose base h3_chunk_load has to remember, or H3_NO_SLOT */
   char *base[H3_MAX_BASE_DEPTH];    /* raw bytes of base chunks */
   const h3_window *window;          /* file bytes that its user has read already, or NULL */
+  h3_stage stage;                   /* what was read last, where it fits one */
 } h3_context;
 
 enum { H3_LIST_SCAN, H3_LIST_NEW, H3_LIST_KEPT, H3_LIST_CYCLIC, H3_LISTS };
@@ -176,12 +178,15 @@ int h3_slot_acquire(h3_pager *pager, uint32_t pages, uint32_t *out);
 int h3_slot_acquire_idle(h3_pager *pager, uint32_t pages, uint32_t *out);
 void h3_slot_release(h3_pager *pager, uint32_t slot, int keep_pages);
 
-/* replace.c: which block leaves. All but h3_left_stamp under pager->lock */
+/* replace.c: which block leaves. All but the last three under pager->lock */
 void h3_admit(h3_pager *pager, uint32_t slot, int scan);   /* the slot's block is coming; sets the block's slot */
 void h3_readmit(h3_pager *pager, uint32_t slot); /* it could not leave after all */
 void h3_retire(h3_pager *pager, uint32_t slot);  /* off its list */
 uint32_t h3_victim(h3_pager *pager);             /* EVICTING and off its list, or H3_NO_SLOT */
 uint32_t h3_left_stamp(h3_pager *pager);         /* counts an eviction */
+/* Of an absent block, by its owner: rows of it were read and it did not come in; whether that or more has happened. */
+void h3_passed_by(h3_pager *pager, h3_block *block);
+int h3_was_here(const h3_block *block);
 
 /* deliver.c: how pages enter and leave, and who hears of a fault */
 int h3_uffd_open(int want_sigbus, uint64_t *features, int *error);

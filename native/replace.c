@@ -62,7 +62,7 @@ static int ends_a_run(const h3_pager *pager, const h3_range *range, uint64_t blo
   return 1;
 }
 
-/* An absent block's slot field says when it left: the count of evictions then, 0 for never. */
+/* An absent block's slot field says when it left, or was read in passing: the count of evictions then, 0 for never. */
 static int left_lately(const h3_pager *pager, uint32_t stamp) {
   return stamp && (uint32_t)atomic_load(&pager->evictions) - stamp <= pager->live_slots / 2;
 }
@@ -87,6 +87,13 @@ uint32_t h3_left_stamp(h3_pager *pager) {
   const uint32_t stamp = (uint32_t)(atomic_fetch_add(&pager->evictions, 1) + 1);
   return stamp ? stamp : 1;
 }
+
+void h3_passed_by(h3_pager *pager, h3_block *block) {
+  const uint32_t now = (uint32_t)atomic_load(&pager->evictions);
+  if (!h3_was_here(block)) atomic_store_explicit(&block->slot, now ? now : 1, memory_order_relaxed);
+}
+
+int h3_was_here(const h3_block *block) { return atomic_load_explicit(&block->slot, memory_order_relaxed) != 0; }
 
 /* Takes the block from RESIDENT with no pins to EVICTING. */
 static int claim(h3_pager *pager, uint32_t index) {

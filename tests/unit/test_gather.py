@@ -248,6 +248,21 @@ def test_scans_are_read_ahead(delivery: str) -> None:
         assert after["prefetches"] - before["prefetches"] > (after["fills"] - before["fills"]) // 10
 
 
+def test_a_block_that_rows_only_glance_at_comes_in_when_it_is_wanted_again(tmp_path: Path) -> None:
+    source = torch.randint(0, 1 << 30, (1024, 1024), dtype=torch.int32)  # rows of 4 KiB, 16 in a block
+    h3store.save({"t": source}, tmp_path / "t.h3")
+    tensor = h3store.load(tmp_path / "t.h3", ddr_bytes="8MiB")["t"]
+    few, seen = torch.arange(0, 1024, 16), []
+    for _ in range(3):
+        assert torch.equal(tensor.index_select(0, few), source[few])
+        stats = tensor._h3_range.pager.stats()
+        seen.append((stats["fills"], stats["bytes_decoded"]))
+    assert seen == [(0, 1 << 22), (64, 2 << 22), (64, 2 << 22)]
+    other = h3store.load(tmp_path / "t.h3", ddr_bytes="8MiB")["t"]
+    assert torch.equal(other.index_select(0, torch.arange(1024)), source)  # all of each block: it stays at once
+    assert other._h3_range.pager.stats()["fills"] == 64
+
+
 def test_a_scan_across_a_damaged_block_raises(tmp_path: Path) -> None:
     value = torch.randn(ROWS, 512)
     damaged(tmp_path / "t.h3", value)
