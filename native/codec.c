@@ -2,7 +2,7 @@
  *
  * Stored layouts (archive/FORMAT.md has them byte by byte): a fixed header of part sizes, parts stored raw, then parts
  * that are raw or one zstd frame each. Decode believes nothing: each part is cut from what is left of the stored
- * bytes, sizes must add up exactly, and the raw bytes must have their XXH64.
+ * bytes, sizes must add up exactly, and the raw bytes must have their check.
  */
 #include <errno.h>
 #include <string.h>
@@ -193,7 +193,7 @@ static uint32_t encode_filter(h3_codec *codec, const h3_spec *spec, uint8_t filt
 int h3_chunk_encode(h3_codec *codec, const h3_spec *spec, const void *raw, uint32_t raw_bytes, const void *base,
                     void *out, uint32_t out_cap, h3_chunk *chunk) {
   if (!raw_bytes || raw_bytes > H3_MAX_CHUNK || out_cap < raw_bytes || h3_spec_check(spec)) return H3_E_INVALID;
-  h3_chunk made = {.check = h3_xxh64(raw, raw_bytes, 0)};
+  h3_chunk made = h3_checked(raw, raw_bytes);
   if (h3_all_zero(raw, raw_bytes)) {
     made.filter = H3_FILTER_ZERO;
     *chunk = made;
@@ -318,5 +318,5 @@ int h3_chunk_decode(h3_codec *codec, const h3_spec *spec, const h3_chunk *chunk,
     if (!status) status = undo_delta(spec, chunk->delta, base, raw, raw_bytes);
     if (status) return status;
   }
-  return h3_xxh64(raw, raw_bytes, 0) == chunk->check ? H3_OK : H3_E_CORRUPT;
+  return h3_check_holds(chunk, raw, raw_bytes) ? H3_OK : H3_E_CORRUPT;
 }

@@ -17,7 +17,7 @@ static int all_zero(const char *raw, uint32_t bytes) {
 int h3_is_dirty(const h3_block *block, const char *raw, uint32_t raw_bytes) {
   if (atomic_load(&block->word) & H3_FORCE_DIRTY) return 1;
   if (block->chunk.stored_bytes == 0) return !all_zero(raw, raw_bytes);
-  return h3_xxh64(raw, raw_bytes, 0) != block->chunk.check;
+  return !h3_check_holds(&block->chunk, raw, raw_bytes);
 }
 
 int h3_block_append(h3_range *range, h3_file *file, h3_context *context, uint32_t raw_bytes, h3_chunk *chunk) {

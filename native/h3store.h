@@ -70,6 +70,11 @@ enum h3_delta {
   H3_DELTA_BASE = 2, /* each element minus the same element of the base chunk, modulo 2^bits */
   H3_DELTA_COUNT = 3
 };
+enum h3_check_kind {
+  H3_CHECK_XXH64 = 0, /* seed 0 */
+  H3_CHECK_XXH3 = 1,  /* 64 bits, default secret, seed 0 */
+  H3_CHECK_COUNT = 2
+};
 enum h3_limits {
   H3_MIN_CHUNK = 4096,    /* bytes; block sizes are multiples of this */
   H3_MAX_CHUNK = 4194304, /* bytes */
@@ -78,11 +83,12 @@ enum h3_limits {
 /* One chunk's index entry. In the file it is these 24 bytes, little-endian, in this order. */
 typedef struct h3_chunk {
   uint64_t offset;       /* of the stored bytes in the file */
-  uint64_t check;        /* XXH64, seed 0, of the raw bytes */
+  uint64_t check;        /* hash of the raw bytes, by check_kind */
   uint32_t stored_bytes; /* 0 for H3_FILTER_ZERO */
   uint8_t filter;        /* h3_filter */
   uint8_t delta;         /* h3_delta */
-  uint16_t reserved;     /* 0 */
+  uint8_t check_kind;    /* h3_check_kind; encoders give H3_CHECK_XXH3 */
+  uint8_t reserved;      /* 0 */
 } h3_chunk;
 /* How a tensor's chunks are encoded. Chosen per tensor, by trial; recorded per chunk. */
 typedef struct h3_spec {
@@ -108,6 +114,10 @@ int h3_chunk_decode(h3_codec *codec, const h3_spec *spec, const h3_chunk *chunk,
                     void *raw, uint32_t raw_bytes);
 /* XXH64 of a buffer. Source: the XXH64 section of the xxHash format specification. */
 uint64_t h3_xxh64(const void *data, size_t bytes, uint64_t seed);
+/* XXH3 of a buffer: 64 bits, default secret, seed 0. Three times as fast. Source: its sections of the same. */
+uint64_t h3_xxh3(const void *data, size_t bytes);
+/* 1 if raw bytes have the check of a chunk, by the hash that it names. */
+int h3_check_holds(const h3_chunk *chunk, const void *raw, size_t bytes);
 
 /* ---- file: positions in an append-only file ---------------------------------------------------------------------- */
 /* Borrows fd (the caller closes it after the last user of the file is gone). tail: where the next append goes. */

@@ -1,27 +1,6 @@
-/* hash.c: XXH64. Source: the XXH64 section of the xxHash format specification. Async-signal-safe. */
-#include <string.h>
-
-#include "internal.h"
-
-#define P1 0x9E3779B185EBCA87ULL
-#define P2 0xC2B2AE3D27D4EB4FULL
-#define P3 0x165667B19E3779F9ULL
-#define P4 0x85EBCA77C2B2AE63ULL
-#define P5 0x27D4EB2F165667C5ULL
-
-H3_INLINE uint64_t rotl(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
-
-H3_INLINE uint64_t load64(const uint8_t *p) {
-  uint64_t x;
-  memcpy(&x, p, 8);
-  return x;
-}
-
-H3_INLINE uint32_t load32(const uint8_t *p) {
-  uint32_t x;
-  memcpy(&x, p, 4);
-  return x;
-}
+/* hash.c: XXH64, and the checks of chunks by either hash. Source: the XXH64 section of the xxHash format specification.
+ * Async-signal-safe. */
+#include "hash.h"
 
 H3_INLINE uint64_t mix(uint64_t acc, uint64_t lane) { return rotl(acc + lane * P2, 31) * P1; }
 
@@ -48,9 +27,7 @@ static uint64_t finish(uint64_t h, const uint8_t *p, size_t left) {
     p += 4;
   }
   for (; left; left--, p++) h = rotl(h ^ *p * P5, 11) * P1;
-  h = (h ^ (h >> 33)) * P2;
-  h = (h ^ (h >> 29)) * P3;
-  return h ^ (h >> 32);
+  return avalanche64(h);
 }
 
 uint64_t h3_xxh64(const void *data, size_t bytes, uint64_t seed) {
@@ -58,4 +35,16 @@ uint64_t h3_xxh64(const void *data, size_t bytes, uint64_t seed) {
   size_t whole = bytes / 32;
   uint64_t h = (whole ? stripes(p, whole, seed) : seed + P5) + bytes;
   return finish(h, whole ? p + 32 * whole : p, bytes % 32);
+}
+
+h3_chunk h3_checked(const void *raw, size_t bytes) {
+  return (h3_chunk){.check = h3_xxh3(raw, bytes), .check_kind = H3_CHECK_XXH3};
+}
+
+int h3_check_holds(const h3_chunk *chunk, const void *raw, size_t bytes) {
+  switch (chunk->check_kind) {
+    case H3_CHECK_XXH64: return h3_xxh64(raw, bytes, 0) == chunk->check;
+    case H3_CHECK_XXH3: return h3_xxh3(raw, bytes) == chunk->check;
+    default: return 0;
+  }
 }

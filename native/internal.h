@@ -69,6 +69,8 @@ int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buff
 enum { H3_MAX_LEVEL = 3 };
 /* H3_OK, or H3_E_INVALID when a field of spec breaks its rule. */
 int h3_spec_check(const h3_spec *spec);
+/* A chunk that has the check of raw bytes, and nothing else. */
+h3_chunk h3_checked(const void *raw, size_t bytes);
 /* Anonymous private memory, zeroed on first use; NULL with h3_last_errno set. */
 void *h3_map(size_t bytes);
 void h3_unmap(void *memory, size_t bytes);

@@ -34,7 +34,7 @@ void h3_base_remember(h3_pager *pager, uint32_t index, const h3_chunk *base, con
   h3_slot *slot = &pager->slots[index];
   uint64_t *hashes = hashes_of(pager, slot);
   for (uint32_t page = 0; page < pages_of(raw_bytes); page++)
-    hashes[page] = h3_xxh64(raw + page * H3_PAGE, page_bytes(raw_bytes, page), 0);
+    hashes[page] = h3_xxh3(raw + page * H3_PAGE, page_bytes(raw_bytes, page));
   slot->base = *base;
   slot->has_base = 1;
 }
@@ -46,7 +46,7 @@ static uint32_t compare(const uint64_t *hashes, const char *raw, uint32_t raw_by
   uint32_t count = 0;
   memset(head->changed, 0, sizeof head->changed);
   for (uint32_t page = 0; page < pages_of(raw_bytes) && count <= limit; page++) {
-    if (h3_xxh64(raw + page * H3_PAGE, page_bytes(raw_bytes, page), 0) == hashes[page]) continue;
+    if (h3_xxh3(raw + page * H3_PAGE, page_bytes(raw_bytes, page)) == hashes[page]) continue;
     head->changed[page / 64] |= 1ull << (page % 64);
     count++;
   }
@@ -67,7 +67,9 @@ static uint32_t gather(const patch_head *head, const char *raw, uint32_t raw_byt
 static h3_chunk named_base(const h3_chunk *base, h3_context *context, uint32_t raw_bytes) {
   if (base->stored_bytes || base->filter != H3_FILTER_RAW) return *base;
   memset(context->pages, 0, raw_bytes);
-  return (h3_chunk){.check = h3_xxh64(context->pages, raw_bytes, 0), .filter = H3_FILTER_ZERO};
+  h3_chunk zeros = h3_checked(context->pages, raw_bytes);
+  zeros.filter = H3_FILTER_ZERO;
+  return zeros;
 }
 
 int h3_patch_save(h3_range *range, uint64_t index, const char *raw, const h3_spec *spec, h3_context *context,
@@ -88,8 +90,9 @@ int h3_patch_save(h3_range *range, uint64_t index, const char *raw, const h3_spe
   if (status < 0) return status;
   head.pages.offset = 0;
   memcpy(context->stored, &head, start);
-  *chunk = (h3_chunk){.check = h3_xxh64(raw, raw_bytes, 0), .stored_bytes = start + head.pages.stored_bytes,
-                      .filter = H3_FILTER_PATCH};
+  *chunk = h3_checked(raw, raw_bytes);
+  chunk->stored_bytes = start + head.pages.stored_bytes;
+  chunk->filter = H3_FILTER_PATCH;
   if (chunk->stored_bytes >= raw_bytes) return H3_NOT_PATCHED;
   return h3_block_append(range, range->file, context, bytes, chunk);
 }
@@ -132,5 +135,5 @@ int h3_patch_load(h3_context *context, h3_range *range, uint64_t block, const h3
     memcpy(raw + page * H3_PAGE, from, page_bytes(raw_bytes, page));
     from += page_bytes(raw_bytes, page);
   }
-  return h3_xxh64(raw, raw_bytes, 0) == chunk->check ? H3_OK : H3_E_CORRUPT;
+  return h3_check_holds(chunk, raw, raw_bytes) ? H3_OK : H3_E_CORRUPT;
 }

@@ -51,7 +51,8 @@ static void zero_entry(h3_range *range, uint64_t index, h3_chunk *chunk) {
   h3_context *context = h3_context_acquire(range->pager);
   const uint32_t raw_bytes = h3_raw_bytes(range, index);
   memset(context->copy, 0, raw_bytes);
-  *chunk = (h3_chunk){.check = h3_xxh64(context->copy, raw_bytes, 0), .filter = H3_FILTER_ZERO};
+  *chunk = h3_checked(context->copy, raw_bytes);
+  chunk->filter = H3_FILTER_ZERO;
   h3_context_release(range->pager, context);
 }
 

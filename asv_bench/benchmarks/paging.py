@@ -165,12 +165,12 @@ class Faults:
 
     @named("Fault of 64 KiB with eviction: raw bytes in memory, checked", "us")
     def track_fault_memory(self, results: dict[str, Any]) -> float:
-        """Read, copied, XXH64 compared."""
+        """Read, copied, its check compared."""
         return results[FAULT_MEMORY]["median"]
 
     @named("Fault of 64 KiB with eviction: decoded bfloat16", "us")
     def track_fault_decode(self, results: dict[str, Any]) -> float:
-        """Read, decoded, XXH64 compared."""
+        """Read, decoded, its check compared."""
         return results[FAULT_DECODE]["median"]
 
 

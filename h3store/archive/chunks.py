@@ -9,10 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from h3store.archive.fileio import FileIO
-from h3store.archive.layout import xxh64
 from h3store.archive.patches import read_head
 from h3store.archive.records import TensorRecord
-from h3store.codec import Codec, Delta, Filter
+from h3store.codec import Codec, Delta, Filter, check_holds
 from h3store.errors import CorruptBlockError
 
 __all__ = ["load_chunk"]
@@ -43,7 +42,7 @@ def load_chunk(io: FileIO, record: TensorRecord, block: int, entry: np.void, cov
     _decode(io, record, block, head.base, raw, base_chunk)
     _decode(io, record, block, head.pages, pages, base_chunk)
     head.apply(raw, pages)
-    if xxh64(raw) != entry["check"]:
+    if not check_holds(entry, raw):
         raise CorruptBlockError(f"{where}: the block fails its check; restore the file from a copy")
     return raw
 

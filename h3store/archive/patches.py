@@ -9,7 +9,7 @@ import numpy as np
 
 from h3store.archive.fileio import FileIO
 from h3store.archive.layout import HEADER_BYTES
-from h3store.codec import CHUNK_DTYPE, Delta, Filter
+from h3store.codec import CHUNK_DTYPE, CheckKind, Delta, Filter
 from h3store.errors import CorruptBlockError
 
 __all__ = ["PAGE_BYTES", "PatchHead", "head_bytes", "patch_bases", "read_head"]
@@ -72,6 +72,7 @@ def read_head(io: FileIO, entry: np.void, raw_bytes: int, covered_bytes: int, wh
     sound = (base["filter"] < Filter.PATCH and pages["filter"] < Filter.PATCH and not base["reserved"]
              and (base["stored_bytes"] == 0) == (base["filter"] == Filter.ZERO) and base["stored_bytes"] <= raw_bytes
              and (base["stored_bytes"] == 0 or _inside(base, covered_bytes)) and base["delta"] <= max(Delta)
+             and max(base["check_kind"], pages["check_kind"]) <= max(CheckKind)
              and pages["offset"] == 0 and pages["delta"] < Delta.BASE
              and pages["stored_bytes"] == stored - start and changed and changed[-1] < n_pages)
     if not sound:

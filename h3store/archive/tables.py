@@ -10,7 +10,7 @@ import numpy as np
 from h3store.archive.fileio import FileIO
 from h3store.archive.layout import HEADER_BYTES, xxh64
 from h3store.archive.records import CHANGE_BYTES, ENTRY_BYTES, MAX_CHANGES, TableRef, TensorRecord
-from h3store.codec import CHUNK_DTYPE, Delta, Filter
+from h3store.codec import CHUNK_DTYPE, CheckKind, Delta, Filter
 from h3store.errors import CorruptArchiveError
 
 __all__ = ["CHANGE_DTYPE", "TableWrite", "bad_entries", "read_table", "to_write", "write_tables"]
@@ -140,6 +140,7 @@ def bad_entries(record: TensorRecord, chunks: np.ndarray, covered_bytes: int,
     stored, covered = chunks["stored_bytes"].astype(np.uint64), np.uint64(covered_bytes)
     room = covered - np.minimum(offset, covered)
     bad = (filter_ > max(Filter)) | (delta > max(Delta)) | (chunks["reserved"] != 0) | (stored > raw)
+    bad |= chunks["check_kind"] > max(CheckKind)
     bad |= (stored > 0) & ((offset < HEADER_BYTES) | (stored > room))
     bad |= (filter_ == Filter.ZERO) != (stored == 0)
     bad |= (filter_ == Filter.RAW) & (stored != raw)

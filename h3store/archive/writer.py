@@ -24,6 +24,7 @@ from h3store.archive.layout import (
     FEATURE_CHANGES,
     FEATURE_PATCH,
     FEATURE_QUICK,
+    FEATURE_XXH3,
     SLOT_BYTES,
     Header,
     Slot,
@@ -33,7 +34,7 @@ from h3store.archive.place import Place
 from h3store.archive.reader import Reader
 from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
 from h3store.archive.tables import bad_entries, read_table, to_write, write_tables
-from h3store.codec import CHUNK_DTYPE, Filter, Spec
+from h3store.codec import CHUNK_DTYPE, CheckKind, Filter, Spec
 from h3store.errors import StoreClosedError, TensorNotFoundError, UsageError
 
 __all__ = ["Writer"]
@@ -86,7 +87,7 @@ class Writer:
         self.covered_bytes = 0
         self._index = b""
         self._to_seal: Slot | None = None  # of the last commit
-        self._patched = 0  # the feature bit, from the first patch record on
+        self._lasting = 0  # feature bits that stay from the first chunk that needs them on
         self._lock = threading.RLock()
         self._io: FileIO | None = None
         self._place = Place(self.path, new=mode == "w", held=replacing is not None)
@@ -112,7 +113,7 @@ class Writer:
             self.uuid, self.records, self.metadata = reader.uuid, reader.records, reader.metadata
             self.sequence, self.covered_bytes = reader.sequence, reader.file_bytes
             slot, unfinished = reader.slot, reader.unfinished
-            self._patched = reader.slot.required & FEATURE_PATCH
+            self._lasting = reader.slot.required & (FEATURE_PATCH | FEATURE_XXH3)
             self._index = reader.io.read(reader.slot.index_offset, reader.slot.index_bytes, "index")
         self._place.truncate(self.covered_bytes)
         self._io = FileIO(self._place.fd, self.covered_bytes, self.path, writable=True)
@@ -212,7 +213,9 @@ class Writer:
             raise UsageError(f"{self.path}: tensor {record.name[:80]!r}: entry {block} is {chunks[block]}, outside "
                              f"the rules of the format or the {self.io.tail} bytes of the file")
         if (entries["filter"] == Filter.PATCH).any():
-            self._patched = FEATURE_PATCH
+            self._lasting |= FEATURE_PATCH
+        if (entries["check_kind"] == CheckKind.XXH3).any():
+            self._lasting |= FEATURE_XXH3
 
     def add(self, name: str, data: Bytes | Source, dtype: str, shape: tuple[int, ...], spec: Spec,
             chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, base: BaseRef | None = None, base_data: Bytes | None = None,
@@ -306,7 +309,7 @@ class Writer:
 
     def _publish(self, index: bytes) -> None:
         offset = self.io.append(index, "index")
-        required = self._patched
+        required = self._lasting
         required |= FEATURE_BASE if any(record.base for record in self.records.values()) else 0
         required |= FEATURE_CHANGES if any(record.changes for record in self.records.values()) else 0
         slot = Slot(self.sequence + 1, offset, len(index), xxh64(index), offset + len(index), required)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from h3store._ffi import CHUNK_DTYPE
-from h3store.codec.chunk import Codec, decode_chunk, encode_chunk
+from h3store.codec.chunk import Codec, check_holds, decode_chunk, encode_chunk
 from h3store.codec.spec import (
     DTYPES,
     MAX_BASE_DEPTH,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    CheckKind,
     Delta,
     DtypeInfo,
     Filter,
@@ -19,6 +20,6 @@ from h3store.codec.spec import (
 )
 from h3store.codec.trial import choose_spec
 
-__all__ = ["CHUNK_DTYPE", "DTYPES", "MAX_BASE_DEPTH", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Codec", "Delta",
-           "DtypeInfo", "Filter", "Spec", "choose_spec", "decode_chunk", "default_spec", "dtype_info", "encode_chunk",
-           "raw_spec"]
+__all__ = ["CHUNK_DTYPE", "DTYPES", "MAX_BASE_DEPTH", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "CheckKind", "Codec",
+           "Delta", "DtypeInfo", "Filter", "Spec", "check_holds", "choose_spec", "decode_chunk", "default_spec",
+           "dtype_info", "encode_chunk", "raw_spec"]

@@ -10,7 +10,7 @@ import numpy as np
 from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.codec.spec import Spec
 
-__all__ = ["Codec", "decode_chunk", "encode_chunk"]
+__all__ = ["Codec", "check_holds", "decode_chunk", "encode_chunk"]
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 
@@ -80,6 +80,12 @@ def _base(base: Buffer | None, size: int) -> Any:
     held = ffi.from_buffer(base)
     check(0 if len(held) >= size else lib.H3_E_INVALID, f"base chunk of {len(held)} bytes for a chunk of {size}")
     return held
+
+
+def check_holds(entry: np.void, raw: Buffer) -> bool:
+    """Whether raw bytes have the check of a chunk's entry, by the hash that it names."""
+    data = ffi.from_buffer(raw)
+    return bool(lib.h3_check_holds(_entry(entry), data, len(data)))
 
 
 _local = threading.local()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from h3store._ffi import ffi, lib
 from h3store.errors import UsageError
 
-__all__ = ["DTYPES", "MAX_BASE_DEPTH", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "Delta", "DtypeInfo", "Filter", "Spec",
-           "default_spec", "dtype_info", "raw_spec"]
+__all__ = ["DTYPES", "MAX_BASE_DEPTH", "MAX_CHUNK_BYTES", "MIN_CHUNK_BYTES", "CheckKind", "Delta", "DtypeInfo",
+           "Filter", "Spec", "default_spec", "dtype_info", "raw_spec"]
 
 MIN_CHUNK_BYTES: int = lib.H3_MIN_CHUNK
 MAX_BASE_DEPTH: int = lib.H3_MAX_BASE_DEPTH
@@ -35,6 +35,13 @@ class Delta(IntEnum):
     NONE = lib.H3_DELTA_NONE
     ROW = lib.H3_DELTA_ROW
     BASE = lib.H3_DELTA_BASE
+
+
+class CheckKind(IntEnum):
+    """The hash that a chunk's check was made by; values are part of the file format. New chunks get XXH3."""
+
+    XXH64 = lib.H3_CHECK_XXH64
+    XXH3 = lib.H3_CHECK_XXH3
 
 
 class DtypeInfo(NamedTuple):

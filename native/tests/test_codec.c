@@ -23,7 +23,7 @@ static void fill(uint64_t *rng, uint8_t *raw, uint32_t bytes, uint32_t kind) {
 
 static void mutate(uint64_t *rng, uint8_t *stored, h3_chunk *chunk) {
   uint32_t size = chunk->stored_bytes;
-  switch (below(rng, 6)) {
+  switch (below(rng, 7)) {
     case 0:
       if (size) stored[below(rng, size)] ^= (uint8_t)(1u << below(rng, 8));
       break;
@@ -33,6 +33,7 @@ static void mutate(uint64_t *rng, uint8_t *stored, h3_chunk *chunk) {
     case 2: chunk->stored_bytes = below(rng, size + 1); break;
     case 3: chunk->filter = (uint8_t)below(rng, H3_FILTER_COUNT + 1); break;
     case 4: chunk->delta = (uint8_t)below(rng, H3_DELTA_COUNT + 1); break;
+    case 5: chunk->check_kind = (uint8_t)below(rng, H3_CHECK_COUNT + 1); break;
     default: chunk->check ^= 1ULL << below(rng, 64); break;
   }
 }
@@ -48,7 +49,7 @@ static void check_mutations(uint64_t *rng, h3_codec *codec, const h3_spec *spec,
     uint8_t *exact = malloc(bad.stored_bytes + !bad.stored_bytes); /* shrunk copies end where they say */
     memcpy(exact, copy, bad.stored_bytes);
     int status = h3_chunk_decode(codec, spec, &bad, exact, base, out, bytes);
-    CHECK(status == H3_OK ? bad.check == chunk->check && !memcmp(out, raw, bytes) : status == H3_E_CORRUPT);
+    CHECK(status == H3_OK ? bad.check == chunk->check && bad.check_kind == chunk->check_kind && !memcmp(out, raw, bytes) : status == H3_E_CORRUPT);
     free(exact);
     free(copy);
   }

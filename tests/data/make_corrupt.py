@@ -30,11 +30,13 @@ FILES: dict[str, tuple[str, str, str]] = {
     "chunk-in-the-header.h3": ("CorruptArchiveError", "verify", "entry 0"),
     "chunk-larger-than-raw.h3": ("CorruptArchiveError", "verify", "entry 0"),
     "unknown-filter.h3": ("CorruptArchiveError", "verify", "entry 0"),
+    "unknown-check-kind.h3": ("CorruptArchiveError", "verify", "entry 0"),
     "zstd-frame-larger-than-raw.h3": ("CorruptBlockError", "verify", "do not decode"),
     "planes-longer-than-stored.h3": ("CorruptBlockError", "verify", "do not decode"),
     "nibble-escapes-missing.h3": ("CorruptBlockError", "verify", "do not decode"),
     "wrong-bytes-right-structure.h3": ("CorruptBlockError", "verify", "do not decode"),
     "patch-of-a-patch.h3": ("CorruptBlockError", "verify", "breaks a rule"),
+    "patch-base-of-unknown-check-kind.h3": ("CorruptBlockError", "verify", "breaks a rule"),
     "patch-base-past-the-end.h3": ("CorruptBlockError", "verify", "breaks a rule"),
     "patch-base-in-the-header.h3": ("CorruptBlockError", "verify", "breaks a rule"),
     "patch-without-pages.h3": ("CorruptBlockError", "verify", "breaks a rule"),
@@ -66,22 +68,25 @@ def one(**fields: Any) -> dict[str, Any]:
     return {"tensors": {"t": entry}, "metadata": {}}
 
 
-def chunk(stored: bytes, *, filter_: int, offset: int = 4096, size: int | None = None, check: int = 0) -> bytearray:
+def chunk(stored: bytes, *, filter_: int, offset: int = 4096, size: int | None = None, check: int = 0,
+          kind: int = 0) -> bytearray:
     """An archive whose only chunk has these stored bytes and this entry."""
     from h3store.archive.layout import xxh64
 
-    table = struct.pack("<QQIBBH", offset, check, len(stored) if size is None else size, filter_, 0, 0)
+    table = struct.pack("<QQIBBH", offset, check, len(stored) if size is None else size, filter_, 0, kind)
     index = one(table=[4096 + len(stored), 1, f"{xxh64(table):016x}"])
     return archive(index, stored + table)
 
 
 def patch(*, base: tuple[int, int, int] = (0, 0, 1), pages: bytes = b"p" * 4096, size: int | None = None, bits: int = 1,
-          filter_: int = 0, raw: bytes = b"") -> bytes:
-    """A patch record of a chunk of one page; base: offset, stored bytes, filter; raw: what pages decode to."""
+          filter_: int = 0, raw: bytes = b"", kind: int = 0) -> bytes:
+    """A patch record of a chunk of one page; base: offset, stored bytes, filter; raw: what pages decode to; kind: of
+    the base's check."""
     from h3store.archive.layout import xxh64
 
-    offset, stored, kind = base
-    return (struct.pack("<QQIBBH", offset, 0 if stored else xxh64(bytes(4096)), stored, kind, 0, 0)
+    offset, stored, base_filter = base
+    zeros = 0 if stored else xxh64(bytes(4096))
+    return (struct.pack("<QQIBBH", offset, zeros, stored, base_filter, 0, kind)
             + struct.pack("<QQIBBH", 0, xxh64(raw or pages), len(pages) if size is None else size, filter_, 0, 0)
             + struct.pack("<Q", bits) + pages)
 
@@ -125,6 +130,7 @@ def make() -> dict[str, bytes]:
         "chunk-in-the-header.h3": chunk(b"x" * 64, filter_=2, offset=512),
         "chunk-larger-than-raw.h3": chunk(b"x" * 4097, filter_=2),
         "unknown-filter.h3": chunk(b"x" * 64, filter_=77),
+        "unknown-check-kind.h3": chunk(b"x" * 64, filter_=2, kind=2),
         "zstd-frame-larger-than-raw.h3": chunk(frame, filter_=2),
         "planes-longer-than-stored.h3": chunk(struct.pack("<2I", 2048, 2**31 - 1) + bytes(2048), filter_=3),
         "nibble-escapes-missing.h3": chunk(nibbles, filter_=4),
@@ -133,6 +139,7 @@ def make() -> dict[str, bytes]:
     short = b"p" * 64
     for name, record in {
         "patch-of-a-patch.h3": patch(base=(4096, 64, 5), pages=short),
+        "patch-base-of-unknown-check-kind.h3": patch(kind=2, pages=short),
         "patch-base-past-the-end.h3": patch(base=(2**63, 64, 2), pages=short),
         "patch-base-in-the-header.h3": patch(base=(512, 64, 2), pages=short),
         "patch-without-pages.h3": patch(bits=0, pages=b""),

@@ -120,8 +120,24 @@ def main() -> None:
                 raw[5000:7000] = torch.from_numpy(expected("patched/bfloat16/14000")[5000:7000])
                 raw[-100:] = 7
 
+    def checks(path: Path) -> None:
+        """A file whose chunks have checks of both kinds: one of 1.1 that was written to, whole chunks and records."""
+        import torch
+
+        import h3store
+
+        name = "patched/bfloat16/14000"
+        path.write_bytes((GOLDEN / "v1.1-patches.h3").read_bytes())
+        with h3store.open(path, mode="r+", ddr_bytes="1MiB") as store:
+            whole = torch.from_numpy(expected("weights/bfloat16/14000"))
+            store.put("weights/bfloat16/14000", whole.view(torch.bfloat16))
+            raw = store[name].view(torch.uint8)
+            raw[5000:6000] = 0  # to a value and back: a record of the same bytes
+            store.commit()
+            raw[5000:6000] = torch.from_numpy(expected(name)[5000:6000])
+
     for file, make in {"v1-filters.h3": filters, "v1-base.h3": base, "v1-leaning.h3": leaning,
-                       "v1.1-patches.h3": patches}.items():
+                       "v1.1-patches.h3": patches, "v1.2-checks.h3": checks}.items():
         if not (GOLDEN / file).exists():
             make(GOLDEN / file)
             print("made", GOLDEN / file, file=sys.stderr)

@@ -281,7 +281,7 @@ def test_put_takes_chunks_that_native_code_appended(path: Path) -> None:
 
 def _entry(**fields: int) -> np.ndarray:
     entry = np.zeros(1, CHUNK_DTYPE)
-    entry[0] = (4096, 1, 10, Filter.ZSTD, Delta.NONE, 0)
+    entry[0] = (4096, 1, 10, Filter.ZSTD, Delta.NONE, 0, 0)
     for name, value in fields.items():
         entry[name] = value
     return entry
@@ -289,7 +289,8 @@ def _entry(**fields: int) -> np.ndarray:
 
 @pytest.mark.parametrize("entry", [
     _entry(offset=4095), _entry(offset=2**63), _entry(offset=2**64 - 1), _entry(stored_bytes=4097), _entry(filter=6),
-    _entry(delta=3), _entry(reserved=1), _entry(filter=Filter.ZERO), _entry(filter=Filter.RAW), _entry(stored_bytes=0),
+    _entry(delta=3), _entry(reserved=1), _entry(check_kind=2),
+    _entry(filter=Filter.ZERO), _entry(filter=Filter.RAW), _entry(stored_bytes=0),
     _entry(delta=Delta.ROW), _entry(delta=Delta.BASE), _entry(offset=4096 + 100_000)])
 def test_put_refuses_entries_outside_the_format(path: Path, entry: np.ndarray) -> None:
     with Writer(path) as writer:

@@ -56,7 +56,7 @@ def test_unknown_dtype_is_refused_by_name() -> None:
 
 def test_a_table_entry_is_what_the_format_page_says() -> None:
     layout = [("offset", "<u8"), ("check", "<u8"), ("stored_bytes", "<u4"), ("filter", "u1"), ("delta", "u1"),
-              ("reserved", "<u2")]
+              ("check_kind", "u1"), ("reserved", "u1")]
     assert np.dtype(layout) == CHUNK_DTYPE and CHUNK_DTYPE.itemsize == 24
 
 
