@@ -283,7 +283,7 @@ static int decode_filter(h3_codec *codec, const h3_spec *spec, const h3_chunk *c
   switch (chunk->filter) {
     case H3_FILTER_RAW:
       if (chunk->stored_bytes != bytes || chunk->delta) return H3_E_CORRUPT;
-      memcpy(raw, stored, bytes);
+      if (raw != stored) memcpy(raw, stored, bytes);
       return H3_OK;
     case H3_FILTER_ZSTD:
       return h3_zstd_fn.decompress_dctx(codec->dctx, raw, bytes, stored, chunk->stored_bytes) == bytes ? H3_OK

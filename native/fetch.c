@@ -229,7 +229,7 @@ static void serve_run(h3_job *job, h3_run *run) {
   atomic_fetch_add(&range->readers, 1); /* before the file is looked at: see h3_range_detach */
   h3_file *file = range->file;
   /* A read that fails is repeated chunk by chunk, so that one bad sector fails one block. */
-  if (stage.units && h3_file_read_direct(file, run->offset, run->bytes, stage.data, &data) == H3_OK)
+  if (stage.units && h3_file_read_direct(file, run->offset, run->bytes, stage.data, stage.data, &data) == H3_OK)
     window = (h3_window){file, run->offset, run->bytes, data};
   for (uint32_t i = 0; i < run->n; i++) {
     if (!run->claimed[i]) continue;

@@ -114,7 +114,7 @@ static int read_aligned(h3_file *file, uint64_t offset, uint64_t least, uint64_t
   return H3_OK;
 }
 
-int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buffer, char **at) {
+int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buffer, char *plain, char **at) {
   if (offset > INT64_MAX - H3_READ_SLACK || bytes > INT64_MAX - H3_READ_SLACK - offset) return H3_E_TRUNCATED;
   const uint64_t mask = DIRECT_ALIGN - 1, from = offset & ~mask, span = ((offset + bytes + mask) & ~mask) - from;
   const int is_cached = cached(file, from, span);
@@ -124,8 +124,8 @@ int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buff
     if (status != H3_E_UNSUPPORTED) return status;
     atomic_store(&file->use_direct, 0);
   }
-  *at = buffer;
-  const int status = h3_file_read(file, offset, buffer, bytes);
+  *at = plain;
+  const int status = h3_file_read(file, offset, plain, bytes);
   if (!is_cached) posix_fadvise(file->fd, (off_t)from, (off_t)span, POSIX_FADV_DONTNEED);
   return status;
 }

@@ -37,8 +37,8 @@ static int watched(h3_context *context, h3_range *range, const h3_chunk *chunk, 
   return status;
 }
 
-/* A chunk's encoded bytes: from what was read ahead, else from the file. */
-static int stored_bytes(h3_context *context, h3_range *range, const h3_chunk *chunk, char **out) {
+/* A chunk's encoded bytes: from what was read ahead, else from the file. Raw ones may come right into raw. */
+static int stored_bytes(h3_context *context, h3_range *range, const h3_chunk *chunk, char *raw, char **out) {
   h3_file *file = range->file;
   const h3_window *window = context->window;
   if (window && window->file == file && chunk->offset >= window->offset &&
@@ -49,7 +49,8 @@ static int stored_bytes(h3_context *context, h3_range *range, const h3_chunk *ch
   }
   h3_stage_release(&context->stage);
   char *buffer = h3_stage_acquire(chunk->stored_bytes, &context->stage) ? context->stage.data : context->stored;
-  return h3_file_read_direct(file, chunk->offset, chunk->stored_bytes, buffer, out);
+  return h3_file_read_direct(file, chunk->offset, chunk->stored_bytes, buffer,
+                             chunk->filter == H3_FILTER_RAW ? raw : buffer, out);
 }
 
 /* Raw bytes of the chunk that block `block` of `range` holds in its file. depth counts bases leaning on bases. */
@@ -72,7 +73,7 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
   if (chunk->stored_bytes > raw_bytes) return H3_E_CORRUPT;
   char *stored = context->stored;
   if (chunk->stored_bytes) {
-    const int status = stored_bytes(context, range, chunk, &stored);
+    const int status = stored_bytes(context, range, chunk, raw, &stored);
     if (status < 0) return status;
   }
   atomic_fetch_add_explicit(&range->pager->bytes_read, chunk->stored_bytes, memory_order_relaxed);

@@ -61,9 +61,10 @@ extern h3_zstd_calls h3_zstd_fn;
 /* One more user of a file; h3_file_destroy lets go of it. */
 void h3_file_retain(h3_file *file);
 /* Reads as h3_file_read does, past the page cache where the file system can: *at, inside the page-aligned buffer of
- * bytes + H3_READ_SLACK, is where the bytes begin. What the page cache holds already is taken from there. */
+ * bytes + H3_READ_SLACK, is where the bytes begin. What the page cache holds already is copied from there to plain, at any
+ * address, and *at is plain; that may be buffer too. */
 enum { H3_READ_SLACK = 8192 };
-int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buffer, char **at);
+int h3_file_read_direct(h3_file *file, uint64_t offset, size_t bytes, char *buffer, char *plain, char **at);
 
 /* Highest zstd level that a codec has working memory for. */
 enum { H3_MAX_LEVEL = 3 };

@@ -45,7 +45,8 @@ def _touch(store: Any) -> float:
         data.take(picked)
         seconds, after = time.thread_time() - start, store.stats()
         faults, fills, evictions = (after[key] - before[key] for key in ("faults", "fills", "evictions"))
-        if times and not (fills == faults == evictions > 0.5 * len(picked)):
+        by_chance = len(picked) // 100  # touches that look like a scan, for a moment
+        if times and not (fills - by_chance <= faults <= fills == evictions > 0.5 * len(picked)):
             raise RuntimeError(f"{faults} faults, {fills} fills, {evictions} evictions for {len(picked)} touches")
         times.append(seconds / max(fills, 1))
     return statistics.median(times[1:]) * 1e6
