@@ -53,7 +53,8 @@ def live_ranges() -> list[Range]:
 
 def range_holding(address: int) -> Range | None:
     """Returns the live range that this address lies in, or None."""
-    return _ranges.get(int(lib.h3_range_start(address)))
+    start = lib.h3_range_start(address)
+    return _ranges.get(start) if start else None
 
 
 def native_probe() -> tuple[int, int]:

@@ -432,23 +432,6 @@ int h3_range_fetch(h3_range *range, const uint64_t *blocks, uint64_t n, uint64_t
   return job.status;
 }
 
-int h3_rows_state(h3_range *range, const h3_row_set *set, const int64_t *index, uint64_t n) {
-  const uint64_t bytes = range->bytes;
-  int state = H3_ROWS_RESIDENT;
-  if (set->row_bytes == 0 || set->base > bytes) return H3_E_INVALID;
-  for (uint64_t i = 0; i < n; i++) {
-    const int64_t row = index[i] < 0 && set->wrap ? index[i] + set->rows : index[i];
-    if (row < 0 || row >= set->rows) return H3_E_INVALID;
-    if (state == H3_ROWS_ABSENT) continue; /* the rest is only checked */
-    const uint64_t from = set->base + (uint64_t)row * set->stride;
-    if (from > bytes || set->row_bytes > bytes - from) return H3_E_INVALID;
-    for (uint64_t b = from / range->block_bytes; b <= (from + set->row_bytes - 1) / range->block_bytes; b++)
-      if ((atomic_load_explicit(&range->blocks[b].word, memory_order_relaxed) & H3_STATE_MASK) != H3_RESIDENT)
-        state = H3_ROWS_ABSENT;
-  }
-  return state;
-}
-
 /* Distinct blocks of the rows, ascending, into blocks (NULL: only counted). */
 static uint64_t blocks_of(const h3_rows *rows, uint64_t block_bytes, uint64_t *blocks) {
   uint64_t n = 0, next = 0;

@@ -216,6 +216,12 @@ typedef struct h3_row_set {
 enum h3_rows_states { H3_ROWS_ABSENT = 0, H3_ROWS_RESIDENT = 1 };
 /* Whether everything of the rows is resident now. H3_E_INVALID: an index, or a row, lies outside. */
 int h3_rows_state(h3_range *range, const h3_row_set *set, const int64_t *index, uint64_t n);
+/* Copies the rows to out, in the order of index, if everything of them is resident, on at most `threads` threads: the status
+ * is h3_rows_state's, and out is undefined unless it is H3_ROWS_RESIDENT. Inside an operation (h3_op_enter) only: what is
+ * evicted meanwhile is faulted in. out must be ordinary memory. */
+int h3_rows_copy(h3_range *range, const h3_row_set *set, const int64_t *index, uint64_t n, void *out, int threads);
+/* Asks for huge pages where memory that nobody has touched yet has room for whole ones. A hint. */
+void h3_huge_pages(uintptr_t address, uint64_t bytes);
 /* Copies n rows of row_bytes at byte offsets (ascending) of the range to out + position * row_bytes, each block read once,
  * at queue depth. Blocks stay resident only where the budget has room left: nothing is evicted. Blocks on the disk.
  * out must be ordinary memory. On an error, that of the lowest block that failed, out is undefined. */

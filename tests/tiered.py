@@ -53,6 +53,17 @@ def tiered_copy(tensor: torch.Tensor, pager: Pager, block_bytes: int = 64 * 1024
     return copy
 
 
+def resident_copy(tensor: torch.Tensor, delivery: str = "signal", block_bytes: int = 4096) -> TieredTensor:
+    """The same, wholly resident, under a budget that keeps it so."""
+    copy = tiered_copy(tensor, Pager(2 * tensor.nbytes + 64 * block_bytes, delivery), block_bytes)
+    assert copy._h3_range.prefetch() == tensor.nbytes
+    return copy
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def run_python(
     code: str, *, prelude: str = "", timeout_s: float = 120, **kwargs: object
 ) -> subprocess.CompletedProcess[str]:

@@ -63,6 +63,34 @@ class Warm:
         self.tensor.index_select(0, self.index)
 
 
+class Small:
+    """What an operation costs when its tensor is so small, and resident, that nothing else does."""
+
+    params = (["row", "slice", "view", "shape", "add", "rows"], ["tiered", "plain"])
+    param_names = ["operation", "tensor"]  # noqa: RUF012
+
+    def setup(self, name: str, kind: str) -> None:
+        """Reads the tensor once."""
+        self.warm = Warm()
+        self.warm.setup(kind)
+        tensor, index = self.warm.tensor, self.warm.index[:10]
+        corner = tensor[:4, :4]
+        self.run = {
+            "row": lambda: tensor[7], "slice": lambda: tensor[3:9], "view": lambda: tensor.view(-1),
+            "shape": lambda: tensor.shape, "add": lambda: corner + corner,
+            "rows": lambda: tensor.index_select(0, index),
+        }[name]
+
+    def teardown(self, name: str, kind: str) -> None:
+        """Removes the archive."""
+        self.warm.teardown(kind)
+
+    @named("One small operation on a resident tensor")
+    def time_warm_small(self, name: str, kind: str) -> None:
+        """A row or a slice as a view, a sum of 16 elements, a gather of 10 rows."""
+        self.run()
+
+
 class WarmRatio:
     """Time on the resident TieredTensor over time on the plain one: 1.0 is no cost."""
 

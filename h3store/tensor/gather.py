@@ -1,5 +1,5 @@
-"""Rows by number, of tensors that are not resident: index_select, embedding, advanced indexing, gather, take.
-Owns how each form names its rows, and their way from the file to the result: each block is read once, at queue depth,
+"""Rows by number: index_select, embedding, advanced indexing, gather, take. Owns how each form names its rows, and
+their way to the result: copied from memory where all are resident, else each block is read once, at queue depth,
 whatever the budget. Refuses everything it is not sure of: the plain operation then runs, and faults."""
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import numpy as np
 import torch
 
 from h3store._ffi import ffi, lib
-from h3store.pager import Range, range_holding
+from h3store.pager import Range
+from h3store.tensor.under import range_under
+from h3store.units import MiB
 
 __all__ = ["FORMS"]
 
 _INDEX_TYPES = (torch.int64, torch.int32)
+_HUGE_BYTES = 4 * MiB  # results from here on hold a whole huge page or more, wherever they begin
+_COPIED_BYTES = 256  # shorter resident rows are as fast in torch's own kernels
 
 
 class _Rows:
@@ -35,18 +39,6 @@ class _Rows:
         self.stride = tensor.stride(0) * item if at_dim == 0 and tensor.dim() else self.row_bytes
         self.count = math.prod(tensor.shape[: at_dim + 1])
         self.wrap = wrap
-
-
-def _range_under(tensor: Any) -> Range | None:
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    known: Range | None = getattr(tensor, "_h3_range", None)
-    if known is not None:
-        return known
-    try:
-        return range_holding(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # no storage to speak of
-        return None
 
 
 def _is_index(index: Any) -> bool:
@@ -70,43 +62,70 @@ def _rows_contiguous(tensor: torch.Tensor, at_dim: int = 0) -> bool:
     return True
 
 
-def _offsets(rows: _Rows | None) -> tuple[Range, torch.Tensor, torch.Tensor] | None:
-    """The range, ascending byte offsets of rows and their places; None where all is resident, or an index is wrong."""
-    if rows is None or rows.index.numel() == 0 or rows.row_bytes == 0:
-        return None
-    tiered = _range_under(rows.tensor)
-    if tiered is None:
-        return None
+def _set_of(rows: _Rows, tiered: Range) -> Any:
+    """The rows as native code is told of them."""
     base = rows.tensor.data_ptr() - tiered.address
-    form = ffi.new("h3_row_set *", (base, rows.stride, rows.row_bytes, rows.count, rows.wrap))
-    pointer = ffi.cast("int64_t *", rows.index.data_ptr())
-    if lib.h3_rows_state(tiered.native, form, pointer, rows.index.numel()) != lib.H3_ROWS_ABSENT:
-        return None
+    return ffi.new("h3_row_set *", (base, rows.stride, rows.row_bytes, rows.count, rows.wrap))
+
+
+def _state(rows: _Rows, tiered: Range, row_set: Any) -> int:
+    return int(lib.h3_rows_state(tiered.native, row_set, _pointer(rows), rows.index.numel()))
+
+
+def _pointer(rows: _Rows) -> Any:
+    return ffi.cast("int64_t *", rows.index.data_ptr())
+
+
+def _offsets(rows: _Rows, base: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ascending byte offsets of rows, and their places."""
     index = torch.where(rows.index < 0, rows.index + rows.count, rows.index) if rows.wrap else rows.index
     offsets, positions = torch.sort(index * rows.stride + base)
-    return tiered, offsets, positions
+    return offsets, positions
+
+
+def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a result, in huge pages where they are to be had: see native/gather.c."""
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    if out.nbytes >= _HUGE_BYTES:
+        lib.h3_huge_pages(out.data_ptr(), out.nbytes)
+    return out
 
 
 def _read(rows: _Rows | None) -> torch.Tensor | None:
     """The rows, or None where the plain operation does as well, or it is the one to raise."""
-    found = _offsets(rows)
-    if rows is None or found is None or rows.tensor.is_conj() or rows.tensor.is_neg():
+    if rows is None or rows.index.numel() == 0 or rows.row_bytes == 0:
         return None
-    tiered, offsets, positions = found
-    if rows.tensor.requires_grad and torch.is_grad_enabled():  # autograd wants the plain operation
-        tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
+    tensor = rows.tensor
+    tiered = range_under(tensor)
+    if tiered is None or tensor.is_conj() or tensor.is_neg():
         return None
-    out = torch.empty(rows.shape, dtype=rows.tensor.dtype)
-    tiered.read_rows(offsets.numpy(), positions.numpy(), rows.row_bytes, out.data_ptr())
-    return out
+    if tensor.requires_grad and torch.is_grad_enabled():  # autograd wants the plain operation
+        _fetch(rows)
+        return None
+    row_set = _set_of(rows, tiered)
+    if rows.row_bytes < _COPIED_BYTES and _state(rows, tiered, row_set) != lib.H3_ROWS_ABSENT:
+        return None
+    out = _fresh(rows.shape, tensor.dtype)
+    target = ffi.cast("void *", out.data_ptr())
+    state = lib.h3_rows_copy(
+        tiered.native, row_set, _pointer(rows), rows.index.numel(), target, torch.get_num_threads()
+    )
+    if state == lib.H3_ROWS_ABSENT:
+        offsets, positions = _offsets(rows, row_set.base)
+        tiered.read_rows(offsets.numpy(), positions.numpy(), rows.row_bytes, out.data_ptr())
+    return out if state >= 0 else None
 
 
 def _fetch(rows: _Rows | None) -> None:
-    """Rows that are about to be changed come in together; the plain operation then changes them."""
-    found = _offsets(rows)
-    if rows is not None and found is not None:
-        tiered, offsets, _ = found
-        tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
+    """Rows that the plain operation is about to touch come in together."""
+    if rows is None or rows.index.numel() == 0 or rows.row_bytes == 0:
+        return
+    tiered = range_under(rows.tensor)
+    if tiered is not None:
+        row_set = _set_of(rows, tiered)
+        if _state(rows, tiered, row_set) == lib.H3_ROWS_ABSENT:
+            offsets, _ = _offsets(rows, row_set.base)
+            tiered.fetch_rows(offsets.numpy(), rows.row_bytes)
 
 
 def _clone(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -118,13 +137,13 @@ def _clone(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
         return None
     if tensor.requires_grad and torch.is_grad_enabled():
         return None
-    tiered = _range_under(tensor)
+    tiered = range_under(tensor)
     if tiered is None or tensor.nbytes < 2 * tiered.block_bytes:
         return None
     start, end = tensor.data_ptr() - tiered.address, tensor.data_ptr() - tiered.address + tensor.nbytes
     if end > tiered.nbytes or tiered.resident_bytes >= tiered.nbytes:
         return None
-    out = torch.empty_like(tensor.detach().as_subclass(torch.Tensor))
+    out = _fresh(tensor.shape, tensor.dtype)
     whole = np.arange(start, end - tiered.block_bytes + 1, tiered.block_bytes, dtype=np.int64)
     tiered.read_rows(whole, np.arange(len(whole)), tiered.block_bytes, out.data_ptr())
     rest = tensor.nbytes % tiered.block_bytes
@@ -162,7 +181,7 @@ def _along(tensor: torch.Tensor, dim: int, index: torch.Tensor, *, wrap: bool) -
     index = index.to(torch.int64).reshape(-1)
     if not index.numel() or int(index.min()) < (-size if wrap else 0) or int(index.max()) >= size:
         return None
-    leading = torch.arange(math.prod(tensor.shape[:dim])) * size
+    leading = torch.arange(math.prod(tensor.shape[:dim]), device="cpu") * size
     flat = leading[:, None] + torch.where(index < 0, index + size, index)
     return _Rows(tensor, flat, shape, at_dim=dim)
 
@@ -243,7 +262,7 @@ def _leading(tensor: torch.Tensor, indices: list[torch.Tensor]) -> _Rows | None:
             parts = torch.broadcast_tensors(*indices)
         except RuntimeError:
             return None
-        flat = torch.zeros(parts[0].shape, dtype=torch.int64)
+        flat = torch.zeros(parts[0].shape, dtype=torch.int64, device="cpu")
         for size, part in zip(tensor.shape[:depth], parts, strict=True):
             if not part.numel() or int(part.min()) < -size or int(part.max()) >= size:
                 return None
@@ -277,7 +296,7 @@ def _gather(args: Sequence[Any], kwargs: dict[str, Any]) -> _Rows | None:
         return None
     flat = index.to(torch.int64) * tensor.stride(dim)
     for d in others:
-        steps = torch.arange(index.shape[d]) * tensor.stride(d)
+        steps = torch.arange(index.shape[d], device="cpu") * tensor.stride(d)
         flat = flat + steps.reshape([-1 if e == d else 1 for e in range(tensor.dim())])
     return _Rows(tensor, flat, index.shape, at_dim=tensor.dim() - 1)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from h3store.errors import BudgetError
-from h3store.pager import Range, range_holding
+from h3store.pager import Range
+from h3store.tensor.under import range_under
 
 __all__ = ["PANELS"]
 
@@ -27,19 +28,9 @@ _ROWS = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def _range_under(tensor: Any) -> Range | None:
-    known: Range | None = getattr(tensor, "_h3_range", None)
-    if known is not None or not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
-        return known
-    try:
-        return range_holding(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # no storage to speak of: sparse tensors
-        return None
-
-
 def _too_big(tensor: Any) -> Range | None:
     """The range under a matrix, or batch of them, with contiguous rows and more bytes than its budget."""
-    tiered = _range_under(tensor)
+    tiered = range_under(tensor)
     if tiered is None or tensor.dim() < 2 or not tensor.is_contiguous():
         return None
     if tensor.numel() * tensor.element_size() <= tiered.pager.ddr_bytes or tensor.dtype not in _DTYPES:

@@ -16,17 +16,17 @@ from torch.autograd import forward_ad
 
 from h3store._ffi import lib
 from h3store.errors import H3Error, ReadOnlyError, UsageError
-from h3store.pager import Range, range_holding
+from h3store.pager import Range
 from h3store.signals import own
 from h3store.tensor import dlpack
 from h3store.tensor.gather import FORMS
 from h3store.tensor.panels import PANELS
+from h3store.tensor.under import range_under
 
 __all__ = ["TieredTensor", "operands", "over_range", "range_of"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _FORMS = FORMS | PANELS
-_NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 # In-place methods that change no element: allowed on read-only tensors.
 _METADATA_ONLY = frozenset(
     {
@@ -50,6 +50,12 @@ _VIEWS = (
     "storage_offset untyped_storage requires_grad_ diagonal movedim swapaxes swapdims unfold"
 )
 _TOUCH_NOTHING = frozenset(_VIEWS.split())
+# Of those, what never copies and changes nothing: no check but that of a failed fill is due (a number may be a tensor).
+_PURE_VIEWS = frozenset(
+    getattr(torch.Tensor, name) for name in _TOUCH_NOTHING - {"__getitem__", "reshape", "flatten", "requires_grad_"}
+)
+_GETITEM = torch.Tensor.__getitem__
+_BASIC_KEYS = frozenset({int, slice, type(None), type(Ellipsis)})
 _BASE = vars(torch._C.TensorBase)["_base"]
 _IN_PLACE_DUNDERS = frozenset(
     {
@@ -97,6 +103,8 @@ class TieredTensor(torch.Tensor):
                 result = func(*args, **kwargs)
             # A retyped tensor is a view of the plain one, so its base must stay plain: else bases had bases for ever.
             return result if getattr(func, "__self__", None) is _BASE else _retype(result)
+        if func in _PURE_VIEWS or (func is _GETITEM and _is_basic(args[1])):
+            return _view(func, args, kwargs)
         return _run(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -174,16 +182,11 @@ def over_range(tiered: Range, dtype: torch.dtype, shape: tuple[int, ...]) -> Tie
 
 def range_of(tensor: torch.Tensor) -> Range | None:
     """Returns the range under a tensor, or None if it is ordinary memory."""
-    known = getattr(tensor, "_h3_range", None)
+    known: Range | None = getattr(tensor, "_h3_range", None)
     if known is not None:
         return known
     with _plain():
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return None
-        try:
-            return range_holding(tensor.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):  # no storage to speak of: fake, functional or meta tensors
-            return None
+        return range_under(tensor)
 
 
 def operands(values: Any) -> Iterator[TieredTensor]:
@@ -253,8 +256,29 @@ def _prefetch_whole(tensor: TieredTensor, tiered: Range) -> None:
 
 
 def _transformed() -> bool:
-    """Inside vmap, jvp and the like, or forward-mode differentiation: only the plain operation knows their rules."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    """Inside vmap, jvp and the like, forward-mode differentiation, or a mode that wants to see each plain operation."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _is_basic(key: Any) -> bool:
+    """Whether what stands in square brackets makes a view."""
+    return type(key) in _BASIC_KEYS or (type(key) is tuple and all(type(item) in _BASIC_KEYS for item in key))
+
+
+def _view(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs what reads and writes no element."""
+    with _plain():
+        entered = lib.h3_op_enter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            if lib.h3_op_leave(entered):
+                _raise_errors(operands(args), entered)
+    return _retype(result)
 
 
 def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -266,11 +290,11 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         for target in _targets(func, args, kwargs):
             _refuse(target, func)
     with _plain():
-        before = [tensor._version for tensor in tensors if not tensor.is_inference()]
+        watched = [(tensor, tensor._version) for tensor in tensors if _is_watched(tensor)]
         entered = lib.h3_op_enter()
         try:
-            form = None if _transformed() else _FORMS.get(func)
-            result = form(args, kwargs) if form is not None else None
+            form = _FORMS.get(func)
+            result = form(args, kwargs) if form is not None and not _transformed() else None
             if result is None:
                 for tensor in tensors:
                     tiered = tensor._h3_range
@@ -280,12 +304,18 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         finally:
             if lib.h3_op_leave(entered):
                 _raise_errors(tensors, entered)
-        changed = before != [tensor._version for tensor in tensors if not tensor.is_inference()]
-    if changed:
-        _check_written(func, tensors, before)
+        changed = [tensor for tensor, version in watched if tensor._version != version]
+    for tensor in changed:
+        _take_back(tensor, func)
     if getattr(func, "__name__", "") == "__set__":  # t.data = other: the memory under it is another now
         args[0]._h3_range = None
-    return result if type(result) in _NO_TENSORS else _retype(result)
+    return _retype(result)
+
+
+def _is_watched(tensor: TieredTensor) -> bool:
+    """Whether a write to it must be found out: it may be read-only, and it has a version to tell."""
+    tiered = tensor._h3_range
+    return (tiered is None or not tiered.writable) and not tensor.is_inference()
 
 
 def _raise_errors(tensors: Iterable[TieredTensor], entered: int) -> None:
@@ -295,37 +325,26 @@ def _raise_errors(tensors: Iterable[TieredTensor], entered: int) -> None:
             tiered.raise_error(entered)
 
 
-def _check_written(func: Callable[..., Any], tensors: list[TieredTensor], before: list[int]) -> None:
+def _take_back(tensor: TieredTensor, func: Callable[..., Any]) -> None:
     """An in-place path that the call's name did not tell: what it wrote to read-only memory is taken back."""
-    for tensor, version in zip([t for t in tensors if not t.is_inference()], before, strict=True):
-        tiered = range_of(tensor)
-        if tiered is not None and not tiered.writable and tensor._version != version:
-            tiered.drop()
-            _refuse(tensor, func)
-
-
-def _may_be_tiered(tensor: torch.Tensor) -> bool:
-    """Whether its first element lies in a range: a fraction of what asking its storage costs."""
-    try:
-        return bool(lib.h3_is_tiered(tensor.data_ptr())) or tensor.numel() == 0
-    except RuntimeError:  # no storage to speak of
-        return False
+    tiered = range_of(tensor)
+    if tiered is not None and not tiered.writable:
+        tiered.drop()
+        _refuse(tensor, func)
 
 
 def _retype(result: Any) -> Any:
     """Views of tiered memory become TieredTensors; everything else stays what it is."""
-    if type(result) is torch.Tensor:
-        if not _may_be_tiered(result):
-            return result
-        tiered = range_of(result)
+    kind = type(result)
+    if kind is torch.Tensor:
+        tiered = range_under(result)
         if tiered is None:
             return result
-        with _plain():
-            tensor = result.as_subclass(TieredTensor)
+        tensor = result.as_subclass(TieredTensor)
         tensor._h3_range = tiered
         return tensor
-    if type(result) in (list, tuple):
-        return type(result)(_retype(item) for item in result)
+    if kind is list or kind is tuple:
+        return kind(_retype(item) for item in result)
     return result
 
 

@@ -20,7 +20,7 @@ from h3store._ffi import lib
 from h3store.errors import ArchiveError, CorruptBlockError, H3Error
 from h3store.pager import Pager
 from h3store.tensor import TieredTensor
-from tests.tiered import DELIVERIES, run_python, tiered_copy
+from tests.tiered import DELIVERIES, bits, resident_copy, run_python, tiered_copy
 
 KIB = 1024
 ROWS, COLS = 1500, 64
@@ -67,10 +67,6 @@ def cold(value: torch.Tensor, budget_bytes: int, delivery: str = "signal", block
     tensor = tiered_copy(value, Pager(budget_bytes, delivery), block_bytes)
     tensor._h3_range.drop()
     return tensor
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +163,10 @@ def test_a_table_that_fits_is_read_from_the_file_once(value: torch.Tensor) -> No
 def test_errors_are_those_of_a_plain_tensor(value: torch.Tensor, form: Form) -> None:
     with pytest.raises(Exception) as plain:
         form(value)
-    with pytest.raises(type(plain.value)) as tiered:
-        form(cold(value, 32 * KIB))
-    assert str(tiered.value) == str(plain.value)
+    for tensor in (cold(value, 32 * KIB), resident_copy(value)):
+        with pytest.raises(type(plain.value)) as tiered:
+            form(tensor)
+        assert str(tiered.value) == str(plain.value)
 
 
 def test_embedding_with_gradient(value: torch.Tensor) -> None:
