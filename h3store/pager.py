@@ -31,6 +31,7 @@ _DELIVERY_NAMES = {value: name for name, value in DELIVERIES.items()}
 _SLICE_BYTES = 8 * MiB
 _PORTION_BYTES = 64 * MiB  # of blocks, which are read at queue depth
 _FLUSH_BYTES = 64 * MiB
+_CHANGES = 1024  # numbers of changed blocks that one native call returns
 
 _ranges: weakref.WeakValueDictionary[int, Range] = weakref.WeakValueDictionary()
 
@@ -61,6 +62,10 @@ def native_probe() -> tuple[int, int]:
     """Returns the set of h3_probe_bit that this machine has, and the errno userfaultfd gave (0: it works)."""
     errno_out = ffi.new("int *")
     return int(lib.h3_probe(errno_out)), int(errno_out[0])
+
+
+def _numbers(values: Any, count: int) -> np.ndarray:
+    return np.frombuffer(ffi.buffer(values, 8 * count), np.int64).copy()
 
 
 class Pager:
@@ -161,6 +166,7 @@ class Range:
         self.label = config.label
         self.writable = config.writable
         self.origin: tuple[str, str, tuple[bytes, int]] | None = None  # path, tensor, version: set by a store
+        self._reported: np.ndarray | None = None  # the table that the last flush of all blocks has brought up to date
         self.block_bytes = config.block_bytes
         self.nbytes = config.nbytes
         self.capacity_bytes = int(native_config.capacity_bytes)
@@ -300,6 +306,10 @@ class Range:
         Args:
             changed: gets the numbers of the blocks whose entries are new, in pieces; also of those before an error.
         """
+        if table is self._reported:
+            self._flush_changes(table, changed)
+            return
+        self._reported = None
         per_call = max(1, _FLUSH_BYTES // self.block_bytes)
         numbers, count = ffi.new("uint64_t[]", min(per_call, self.n_blocks)), ffi.new("uint64_t *")
         entries = ffi.from_buffer("h3_chunk[]", table.view(np.uint8), require_writable=True)
@@ -308,7 +318,22 @@ class Range:
             status = lib.h3_range_flush(self._native, first, part, entries + first, numbers, count)
             check(status, f"{self.label}: write back")
             if count[0]:
-                changed.append(np.frombuffer(ffi.buffer(numbers, 8 * count[0]), np.int64).copy())
+                changed.append(_numbers(numbers, count[0]))
+        self._reported = table
+
+    def _flush_changes(self, table: np.ndarray, changed: list[np.ndarray]) -> None:
+        """flush_into for the table that was given last: looks at nothing that has not changed since."""
+        numbers, count, at = ffi.new("uint64_t[]", _CHANGES), ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        entries = ffi.from_buffer("h3_chunk[]", table.view(np.uint8), require_writable=True)
+        while at[0] < len(table):
+            status = lib.h3_range_flush_changes(self._native, at, entries, len(table), numbers, _CHANGES, count)
+            if count[0]:
+                changed.append(_numbers(numbers, count[0]))
+            check(status, f"{self.label}: write back")
+
+    def recheck(self) -> None:
+        """Makes the next flush compare all that is resident, also what no processor has written to since the last."""
+        lib.h3_range_recheck(self._native)
 
     def export(self, first: int, count: int, spec: dict[str, int], file: Any) -> np.ndarray:
         """Encodes blocks into another file and returns their chunk entries, (count,). Blocks on the disk."""

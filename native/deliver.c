@@ -73,9 +73,17 @@ refused:
 static int watch(h3_pager *pager, char *address, uint64_t bytes) {
   const int injected = h3_fault_hit(H3_FAULT_IOCTL);
   struct uffdio_register reg = {.range = {(uintptr_t)address, bytes}, .mode = UFFDIO_REGISTER_MODE_MISSING};
-  if (pager->mode == H3_MODE_COPY) reg.mode |= UFFDIO_REGISTER_MODE_WP;
-  if (injected || ioctl(pager->uffd, UFFDIO_REGISTER, &reg)) return h3_set_errno(H3_E_IO, injected ? injected : errno);
-  return H3_OK;
+  const int guard = pager->guards && address != pager->arena;
+  if (guard || pager->mode == H3_MODE_COPY) reg.mode |= UFFDIO_REGISTER_MODE_WP;
+  int refused = injected || ioctl(pager->uffd, UFFDIO_REGISTER, &reg);
+  if (guard && !injected && (refused || !(reg.ioctls >> _UFFDIO_WRITEPROTECT & 1))) { /* commits then compare all that is resident */
+    pager->guards = 0;
+    if (refused && pager->mode == H3_MODE_MOVE) {
+      reg.mode = UFFDIO_REGISTER_MODE_MISSING;
+      refused = ioctl(pager->uffd, UFFDIO_REGISTER, &reg);
+    }
+  }
+  return refused ? h3_set_errno(H3_E_IO, injected ? injected : errno) : H3_OK;
 }
 
 int h3_deliver_register(h3_pager *pager, char *address, uint64_t bytes, int accessible) {
@@ -282,6 +290,15 @@ int h3_block_place_zero(h3_range *range, uint64_t block) {
     else if (errno != EAGAIN) return h3_set_errno(H3_E_IO, errno);
   }
   return H3_OK;
+}
+
+int h3_blocks_protect(h3_range *range, uint64_t first, uint64_t count, int on) {
+  char *address = block_address(range, first);
+  const uint64_t bytes = (count - 1) * range->block_bytes + block_span(range, first + count - 1);
+  if (range->pager->mode != H3_MODE_PROTECT) return uffd_write_protect(range->pager, address, bytes, on);
+  const int injected = h3_fault_hit(H3_FAULT_IOCTL);
+  if (!injected && mprotect(address, bytes, on ? PROT_READ : PROT_READ | PROT_WRITE) == 0) return H3_OK;
+  return h3_set_errno(H3_E_NOMEM, injected ? injected : errno);
 }
 
 void h3_block_discard(h3_range *range, uint64_t block) {

@@ -65,9 +65,7 @@ static int save_if_dirty(h3_range *range, uint64_t index, const char *raw) {
   const int status = h3_block_save_change(range, index, raw, context, &chunk);
   h3_context_release(pager, context);
   if (status < 0) return status;
-  h3_lock_acquire(&pager->lock); /* fork copies entries under this lock */
-  block->chunk = chunk;
-  h3_lock_release(&pager->lock);
+  h3_entry_set(range, index, &chunk);
   atomic_fetch_and(&block->word, ~(uint32_t)H3_FORCE_DIRTY);
   atomic_fetch_add(&pager->write_backs, 1);
   return H3_OK;
@@ -78,6 +76,7 @@ int h3_evict(h3_pager *pager, uint32_t index) {
   h3_range *range = slot->range;
   h3_block *block = &range->blocks[slot->block];
   char *data = NULL;
+  if (range->writable) h3_unproven_set(range, slot->block); /* it may come back, and without its protection */
   int status = h3_block_take(range, slot->block, slot->address, &data);
   if (status == H3_OK) {
     status = save_if_dirty(range, slot->block, data);

@@ -85,7 +85,7 @@ int h3_chunk_load(h3_context *context, h3_range *range, uint64_t block, const h3
 /* Leaves FILLING or EVICTING: the new state, with flags set or cleared, wakes who waits. */
 void h3_block_settle(h3_block *block, uint32_t state, uint32_t set) {
   uint32_t seen = atomic_load(&block->word);
-  const uint32_t keep = H3_FORCE_DIRTY | (state == H3_ABSENT ? 0 : H3_QUARANTINE);
+  const uint32_t keep = H3_FORCE_DIRTY | (state == H3_ABSENT ? 0 : H3_QUARANTINE | H3_GUARDED);
   while (!atomic_compare_exchange_weak(&block->word, &seen, (seen & keep) | state | set)) {
   }
   if (seen & H3_WAITERS) h3_futex_wake(&block->word, INT32_MAX);
@@ -116,6 +116,7 @@ static int fill(h3_range *range, uint64_t index, int pin, int scan, const h3_fil
   if (status == H3_OK) {
     if (with && with->visit) with->visit(with->argument, index, raw);
     memset(raw + raw_bytes, 0, span - raw_bytes);
+    if (range->writable) h3_unproven_set(range, index);
     status = h3_block_place(range, index, raw);
   }
   h3_context_release(pager, context);

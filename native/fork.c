@@ -50,6 +50,7 @@ static void range_reset(h3_range *range) {
     if (range->blocks[i].word) range->blocks[i].word = range->blocks[i].slot = 0;
   range->resident = 0;
   range->readers = range->still = 0;
+  range->guarded = 0;
   range->ahead_lock.word = 0;
   while (range->quarantined) h3_zeros_gone(range);
   range->flush_lock.word = range->quarantine_lock.word = 0;

@@ -184,7 +184,7 @@ typedef struct h3_range_config {
 } h3_range_config;
 typedef struct h3_pager_stats {
   uint64_t budget_bytes, resident_bytes, peak_resident_bytes, pinned_bytes;
-  uint64_t faults, fills, prefetches, evictions, write_backs, waits;
+  uint64_t faults, write_faults, fills, prefetches, evictions, write_backs, waits;
   uint64_t bytes_read, bytes_written, bytes_decoded, bytes_encoded;
   uint64_t errors;
   int delivery, move_supported;
@@ -227,7 +227,8 @@ void h3_huge_pages(uintptr_t address, uint64_t bytes);
  * out must be ordinary memory. On an error, that of the lowest block that failed, out is undefined. */
 int h3_rows_gather(h3_range *range, const int64_t *offsets, const int64_t *positions, uint64_t n, uint64_t row_bytes,
                    void *out, uint64_t *failed);
-/* Counted hold: resident until unpinned. H3_E_BUDGET when it can't fit; then nothing stays pinned. */
+/* Counted hold: resident and writable, for system calls and devices too, until unpinned. H3_E_BUDGET when it can't fit; then
+ * nothing stays pinned. */
 int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes);
 void h3_range_unpin(h3_range *range, uint64_t offset, uint64_t bytes);
 /* The same by address, for kernels: an address in no range is plain memory, and both do nothing and return H3_OK. */
@@ -242,6 +243,16 @@ uintptr_t h3_range_start(uintptr_t address);
  * Concurrent writers see no torn block; what they write later is dirty again. Blocks on the disk. */
 int h3_range_flush(h3_range *range, uint64_t first, uint64_t count, h3_chunk *chunks, uint64_t *changed,
                    uint64_t *n_changed);
+/* The same for all that changed since the last call of this function, at a cost that does not grow with what did not: from
+ * block *next on (0 at first), until about 64 MiB of blocks are compared or changed, which has room for limit (>= 64)
+ * numbers, is full; *next then says where to go on, and equals count at the end. chunks is that of the last call, or of an
+ * h3_range_flush of all blocks; its entries are brought up to date also before an error. H3_E_INVALID: count is not the number
+ * of blocks, or *next is not below it. */
+int h3_range_flush_changes(h3_range *range, uint64_t *next, h3_chunk *chunks, uint64_t count, uint64_t *changed,
+                           uint64_t limit, uint64_t *n_changed);
+/* Makes the next flush compare every resident block. Flushes otherwise pass over blocks that no processor has written to since
+ * an earlier one, which a device can do that got hold of their pages before that. */
+void h3_range_recheck(h3_range *range);
 /* Evicts clean and dirty blocks of [offset, offset+bytes) that are not pinned. */
 int h3_range_drop(h3_range *range, uint64_t offset, uint64_t bytes);
 /* Encodes blocks [first, first+count) as they are now and appends them to another file. Blocks on the disk. */

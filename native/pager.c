@@ -3,6 +3,7 @@
  * the thread it interrupted. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/userfaultfd.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -73,6 +74,7 @@ static uint32_t mapping_limit(void) {
 int h3_pager_attach(h3_pager *pager) {
   pager->uffd = -1;
   pager->live_limit = UINT32_MAX;
+  pager->guards = 1;
   if (pager->delivery == H3_DELIVERY_DISPATCH) {
     pager->mode = H3_MODE_PROTECT;
     pager->live_limit = mapping_limit();
@@ -82,6 +84,7 @@ int h3_pager_attach(h3_pager *pager) {
   int error = 0;
   pager->uffd = h3_uffd_open(1, &features, &error);
   if (pager->uffd < 0 || !(features & (1 << 7))) return h3_set_errno(H3_E_UNSUPPORTED, error);
+  pager->guards = (features & UFFD_FEATURE_PAGEFAULT_FLAG_WP) != 0;
   pager->mode = (features & (1 << 16)) && pager->delivery != H3_DELIVERY_SIGNAL_COPY ? H3_MODE_MOVE : H3_MODE_COPY;
   return H3_OK;
 }
@@ -184,6 +187,7 @@ void h3_pager_get_stats(h3_pager *pager, h3_pager_stats *out) {
   h3_lock_release(&pager->lock);
   h3_signals_restore(&saved);
   out->faults = pager->faults;
+  out->write_faults = pager->write_faults;
   out->fills = pager->fills;
   out->prefetches = pager->prefetches;
   out->evictions = pager->evictions;

@@ -8,7 +8,8 @@
  *      read, and wait for nobody else's block while they do: what others own is served last.
  *   5. pager->lock         slots, lists, accounting, chunk entries. Never held across I/O, an ioctl or a touch of a range.
  * A block's word and a context are not locks to be nested: a thread owns at most one block (FILLING or EVICTING) that it
- * was asked for plus one victim, never waits for a block while it owns one, and waits for a context owning no other.
+ * was asked for plus one victim, never waits for a block while it owns one, and waits for a context owning no other. A
+ * flush owns the protection (GUARDING) of up to 64 blocks during one ioctl, and waits for nothing meanwhile.
  *
  * Block states and who may move them (one atomic word per block):
  *   ABSENT   -> FILLING   any toucher, by compare-and-swap; it now owns the block
@@ -17,6 +18,10 @@
  *   RESIDENT -> EVICTING  an evictor, only with no pins, by compare-and-swap
  *   EVICTING -> ABSENT    the owner, after changed bytes are safe in the file
  *   EVICTING -> RESIDENT  the owner, when they could not be saved
+ * A resident block's pages may be write-protected, see guard.c; with GUARDING set it can be held, and not evicted:
+ *   -        -> GUARDED + GUARDING  a flush, with no pins, by compare-and-swap: about to protect them
+ *   GUARDED  -> GUARDING            a writer that faulted, or a pin: about to take the protection away
+ *   GUARDING -> cleared             whoever set it, after the ioctl
  */
 #ifndef H3_PAGER_H
 #define H3_PAGER_H
@@ -39,6 +44,8 @@ enum {
   H3_QUARANTINE = 8,  /* zeros given in place of a block that could not be read; never written back */
   H3_WAITERS = 16,
   H3_DISCARD = 32, /* leaves without being saved: its range is going, or its bytes are past the new end */
+  H3_GUARDED = 64, /* its pages may be write-protected */
+  H3_GUARDING = 128, /* somebody is changing that */
   H3_ONE_PIN = 256
 };
 
@@ -102,6 +109,7 @@ struct h3_pager {
   h3_pager *next; /* registry */
   _Atomic long references; /* the owner's and one per range: whoever goes last frees, in whatever order they go */
   int mode, delivery, uffd;
+  _Atomic int guards; /* resident pages can be write-protected */
   uint64_t budget;
   char *arena;
   uint64_t arena_bytes;
@@ -125,7 +133,7 @@ struct h3_pager {
   int n_contexts;
   _Atomic uint32_t free_contexts; /* bit set */
   _Atomic uint32_t context_waiters;
-  _Atomic uint64_t faults, fills, prefetches, evictions, write_backs, waits, bytes_read, bytes_written, bytes_decoded,
+  _Atomic uint64_t faults, write_faults, fills, prefetches, evictions, write_backs, waits, bytes_read, bytes_written, bytes_decoded,
       bytes_encoded, errors;
 };
 
@@ -145,6 +153,10 @@ struct h3_range {
   h3_file *_Atomic file;
   h3_range *base;
   h3_block *blocks;
+  _Atomic uint64_t *unproven; /* a bit per block, see guard.c; both lie behind blocks */
+  _Atomic uint64_t *unreported; /* a bit per block: its entry is newer than what the last flush of changes said; set and cleared
+                                   under pager->lock */
+  _Atomic int guarded;  /* some block was protected at some time */
   _Atomic uint64_t resident;
   h3_lock ahead_lock; /* guards streams; see ahead.c */
   h3_stream streams[H3_STREAMS];
@@ -200,6 +212,21 @@ int h3_block_untake(h3_range *range, uint64_t block, char *slot);
 void h3_block_taken(h3_range *range, uint64_t block);                       /* after take, when the block stays out */
 int h3_block_place_zero(h3_range *range, uint64_t block);
 void h3_block_discard(h3_range *range, uint64_t block);
+/* Write protection of resident blocks [first, first + count), which the caller keeps from leaving. On an error some pages
+ * may have it. */
+int h3_blocks_protect(h3_range *range, uint64_t first, uint64_t count, int on);
+
+/* guard.c */
+/* A block's bytes may differ from its entry from now on; before anybody can write to it. */
+void h3_unproven_set(h3_range *range, uint64_t block);
+/* Takes the bits of mask from a word of unproven and protects their blocks where they can be; those that can't get their
+ * bits back. Returns those that a flush has to look at. */
+uint64_t h3_guard_begin(h3_range *range, uint64_t word, uint64_t mask);
+void h3_guard_failed(h3_range *range, uint64_t word, uint64_t found); /* they could not be looked at */
+/* Makes a block writable that a flush has protected. faulted: it looked resident when a write to it faulted. */
+int h3_unguard(h3_range *range, uint64_t block, int faulted);
+/* A block's chunk is another one from now on. By its owner, or a flush that holds it. */
+void h3_entry_set(h3_range *range, uint64_t block, const h3_chunk *chunk);
 
 /* range.c */
 /* Evicts a resident block that nobody holds; without save its changes are lost. H3_OK also when it stays. */

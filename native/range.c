@@ -8,7 +8,11 @@
 #include "internal.h"
 #include "pager.h"
 
-static uint64_t table_bytes(const h3_range *range) { return range->n_blocks_capacity * sizeof(h3_block); }
+static uint64_t bit_words(const h3_range *range) { return (range->n_blocks_capacity + 63) / 64; }
+
+static uint64_t table_bytes(const h3_range *range) {
+  return range->n_blocks_capacity * sizeof(h3_block) + 2 * bit_words(range) * sizeof(uint64_t);
+}
 
 static int config_check(const h3_pager *pager, const h3_range_config *config) {
   const uint32_t block = config->block_bytes;
@@ -43,6 +47,8 @@ int h3_range_create(h3_pager *pager, const h3_range_config *config, h3_range **o
     free(range);
     return h3_set_errno(H3_E_NOMEM, errno);
   }
+  range->unproven = (_Atomic uint64_t *)(range->blocks + range->n_blocks_capacity);
+  range->unreported = range->unproven + bit_words(range);
   if (config->chunks)
     for (uint64_t i = 0, n = h3_block_count(range); i < n; i++) range->blocks[i].chunk = config->chunks[i];
   status = h3_map_reserve(range->capacity, &range->address);
@@ -78,7 +84,7 @@ static int own(h3_range *range, uint64_t index) {
   for (;;) {
     const uint32_t state = seen & H3_STATE_MASK;
     if (state == H3_ABSENT || seen >= H3_ONE_PIN) return 0;
-    if (state == H3_RESIDENT) {
+    if (state == H3_RESIDENT && !(seen & H3_GUARDING)) {
       h3_lock_acquire(&pager->lock);
       const int won = atomic_compare_exchange_strong(&block->word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING);
       if (won) {
@@ -229,7 +235,11 @@ int h3_range_pin(h3_range *range, uint64_t offset, uint64_t bytes) {
   if (status == H3_OK && end - first > 1) h3_fetch_span(range, first, end, &failed);
   for (uint64_t i = first; status == H3_OK && i < end; i++) {
     status = h3_block_acquire(range, i, 1, H3_WHY_PREFETCH);
-    if (status == H3_OK) continue;
+    if (status == H3_OK) { /* what a flush has protected a system call could not write to */
+      status = h3_unguard(range, i, 0);
+      if (status == H3_OK) continue;
+      h3_block_unpin(range, i);
+    }
     uint64_t rest = 0;
     for (uint64_t j = i; j < end; j++) rest += (uint64_t)h3_class_of(range, j) * H3_PAGE;
     unpin_blocks(range, first, i);

@@ -187,7 +187,8 @@ static int acquire(h3_pager *pager, uint32_t pages, int patience_ms, uint32_t *o
       continue;
     }
     const int status = make_room(pager, pages);
-    if (status == H3_E_BUDGET && atomic_load(&pager->kernel_pins) && ++waits < patience_ms) {
+    const int passing = atomic_load(&pager->kernel_pins) || waits < 2; /* the last one may just have let go */
+    if (status == H3_E_BUDGET && passing && ++waits < patience_ms) {
       usleep(1000); /* kernels let go of their blocks soon; bounded, since two of them may wait for each other */
       continue;
     }

@@ -100,7 +100,7 @@ static int claim(h3_pager *pager, uint32_t index) {
   h3_slot *slot = &pager->slots[index];
   _Atomic uint32_t *word = &slot->range->blocks[slot->block].word;
   uint32_t seen = atomic_load(word);
-  while ((seen & H3_STATE_MASK) == H3_RESIDENT && seen < H3_ONE_PIN)
+  while ((seen & (H3_STATE_MASK | H3_GUARDING)) == H3_RESIDENT && seen < H3_ONE_PIN)
     if (atomic_compare_exchange_weak(word, &seen, (seen & ~(uint32_t)H3_STATE_MASK) | H3_EVICTING)) return 1;
   return 0;
 }

@@ -146,6 +146,22 @@ static int quarantine(h3_range *range, uint64_t index, int status) {
   return placed;
 }
 
+static int is_resident(h3_range *range, uint64_t index) {
+  return (atomic_load(&range->blocks[index].word) & H3_STATE_MASK) == H3_RESIDENT;
+}
+
+/* A write to a block that a flush has protected, or a touch of one that another thread has just filled. */
+static int make_writable(h3_range *range, uint64_t index) {
+  atomic_fetch_add(&range->pager->write_faults, 1);
+  const int status = h3_unguard(range, index, 1);
+  return status < 0 ? h3_block_leave(range, index, 1) : status; /* it comes back unprotected */
+}
+
+static int fetch(h3_range *range, uint64_t index) {
+  atomic_fetch_add(&range->pager->faults, 1);
+  return h3_block_acquire(range, index, 0, h3_ahead(range, index) ? H3_WHY_SCAN : H3_WHY_FAULT);
+}
+
 static void on_fault(int number, siginfo_t *info, void *context) {
   const int saved = errno;
   const char *address = info->si_addr;
@@ -161,8 +177,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     give_up(number, range, index, "touched past the end of its data");
   } else {
     foreign_repeats = 0;
-    atomic_fetch_add(&range->pager->faults, 1);
-    int status = h3_block_acquire(range, index, 0, h3_ahead(range, index) ? H3_WHY_SCAN : H3_WHY_FAULT);
+    int status = atomic_load(&range->guarded) && is_resident(range, index) ? make_writable(range, index) : fetch(range, index);
     if (status < 0 && op_will_report()) status = quarantine(range, index, status);
     if (status < 0) give_up(number, range, index, h3_strerror(status));
   }

@@ -171,7 +171,7 @@ class Commits:
 
     @named("Commit of one changed row", "ms")
     def track_one_row_commit(self, results: dict[str, Any]) -> float:
-        """Two waits for the disk."""
+        """One wait for the disk, and what was changed compared and saved, however much is resident."""
         return results[COMMIT]["median"]
 
     @named("Commit of one changed row, in fdatasyncs of 4 KiB", "fdatasyncs")

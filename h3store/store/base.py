@@ -82,6 +82,7 @@ class OpenArchive:
         self._open: dict[str, Range] = {}  # writable ranges: changed blocks live in them until commit
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._fresh: set[str] = set()  # created since the last commit: their spec is still to be chosen
+        self._unsure: set[str] = set()  # which entries changed is not known: all of the table has to be written
         self._live: weakref.WeakValueDictionary[tuple[Any, bool], Range] = weakref.WeakValueDictionary()
         self._ranges: weakref.WeakSet[Range] = weakref.WeakSet()  # every range over this store's own file
 

@@ -27,7 +27,8 @@ def prefetch(*tensors: torch.Tensor) -> int:
 
 @contextmanager
 def pin(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Holds a tensor or slice resident inside the with-block, so that system calls may be given its memory.
+    """Holds a tensor or slice resident inside the with-block, so that system calls may be given its memory, to read
+    from and, where it is writable, to write to.
 
     Raises:
         BudgetError: it does not fit the budget beside what is pinned already.

@@ -231,7 +231,7 @@ class Store(OpenArchive):
     def _regrow(self, name: str, nbytes: int) -> Range:
         """A range with more address space. Tensors over the old one become read-only: two writers would lose writes."""
         old = self._open[name]
-        self._save_range(name, old)
+        self._save_range(name, old, last=True)
         old.writable = False
         old.origin = None
         del self._open[name]
@@ -280,7 +280,7 @@ class Store(OpenArchive):
         for tiered in held:  # from here on a write would be lost: it is refused
             tiered.writable = False
         try:
-            self.commit()
+            self._commit(last=True)
             before = os.fstat(writer.fd).st_size
             new = compacted(writer)
         except BaseException:
@@ -295,8 +295,11 @@ class Store(OpenArchive):
         self._ranges.clear()
         return before - os.fstat(new.fd).st_size
 
-    def _save_range(self, name: str, tiered: Range) -> None:
+    def _save_range(self, name: str, tiered: Range, *, last: bool = False) -> None:
+        """last: nothing will be saved from this range again, so all of it is compared."""
         writer = self._writer()
+        if last:
+            tiered.recheck()
         record = writer.records[name]
         shape = self._shapes[name]
         if name in self._fresh and tiered.nbytes and not record.spec.is_uncompressed:
@@ -309,11 +312,13 @@ class Store(OpenArchive):
         if record.n_chunks < len(writer.chunks(writer.records[name])):
             every = np.arange(record.n_chunks)
             record = replace(record, table=None, changes=(), changed=[], pending=None, unflushed=every)
-        try:
-            tiered.flush_into(table, changed)
-        finally:  # what was saved before an error is in the table, and has to get into the file
-            blocks = np.concatenate(changed) if changed else np.zeros(0, np.int64)
-            writer.update(record, blocks)
+        known = name not in self._unsure
+        self._unsure.add(name)  # an error or an interrupt may come when new entries are in the table and not in changed
+        tiered.flush_into(table, changed)
+        if not known:
+            changed = [np.arange(record.n_chunks)]
+        writer.update(record, np.concatenate(changed) if changed else np.zeros(0, np.int64))
+        self._unsure.discard(name)
 
     @locked
     def commit(self) -> int:
@@ -324,9 +329,12 @@ class Store(OpenArchive):
         Raises:
             StorageFullError, ArchiveError: the last commit stands; commit() may be called again.
         """
+        return self._commit()
+
+    def _commit(self, *, last: bool = False) -> int:
         writer = self._writer()
         for name, tiered in list(self._open.items()):
-            self._save_range(name, tiered)
+            self._save_range(name, tiered, last=last)
         sequence = writer.commit()
         for name, tiered in self._open.items():
             tiered.origin = self._origin(name)
@@ -346,7 +354,7 @@ class Store(OpenArchive):
         archive = self._archive
         if isinstance(archive, Writer) and os.getpid() == self._pid:
             if commit:
-                self.commit()
+                self._commit(last=True)
             else:
                 for tiered in self._open.values():
                     tiered.origin = None  # it may hold what was never committed

@@ -2,8 +2,8 @@
  * detach under readers, forks, failures; in each fault delivery that this kernel offers. What is read must be what was
  * written, and so must what the file holds in the end.
  *
- * TSan defers signals, so its build touches pinned memory only and no block is filled by a fault. Tensor bytes are
- * written while flush copies them, by design: functions that touch them are hidden from TSan. */
+ * TSan defers signals, so its build touches pinned memory only: no block is filled by a fault, none is unprotected by one.
+ * Tensor bytes are written while flush copies them, by design: functions that touch them are hidden from TSan. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -81,6 +81,14 @@ static uint32_t get(uint64_t *rng, h3_range *range, uint64_t cell) {
 
 static void put(uint64_t *rng, h3_range *range, uint64_t cell, uint32_t value) {
   char *at = address(range, 4 * cell);
+  if (UNDER_TSAN) { /* what kernels hold a flush may protect, and a write to it faults */
+    int status;
+    while ((status = h3_range_pin(range, 4 * cell, 4)) == H3_E_BUDGET) usleep(100);
+    CHECK(status == H3_OK);
+    store(at, value);
+    h3_range_unpin(range, 4 * cell, 4);
+    return;
+  }
   int held = hold(rng, at, 4);
   store(at, value);
   release(held, at, 4);
@@ -137,21 +145,17 @@ static void close_world(world *w) {
   free(w->raw);
 }
 
-/* What the file holds for a range's chunk table. */
-static void check_file(world *w, const h3_spec *spec, const h3_chunk *chunks, const uint8_t *expected, uint32_t bytes,
+/* What the file holds for a range's chunk table, read as whoever opens it would. */
+static void check_file(const world *w, const h3_spec *spec, const h3_chunk *chunks, const uint8_t *expected, uint32_t bytes,
                        uint32_t block) {
-  h3_codec *codec = NULL;
-  CHECK(h3_codec_create(&codec) == H3_OK);
-  uint8_t *stored = malloc(block), *raw = malloc(block);
-  for (uint32_t at = 0, i = 0; at < bytes; at += block, i++) {
+  h3_range *reader = new_range(w, (h3_range_config){.bytes = bytes, .block_bytes = block, .spec = *spec, .chunks = chunks});
+  for (uint32_t at = 0; at < bytes; at += block) {
     uint32_t size = bytes - at < block ? bytes - at : block;
-    CHECK(h3_file_read(w->file, chunks[i].offset, stored, chunks[i].stored_bytes) == H3_OK);
-    CHECK(h3_chunk_decode(codec, spec, &chunks[i], stored, NULL, raw, size) == H3_OK);
-    CHECK(!memcmp(raw, expected + at, size));
+    CHECK(h3_pin_address(address(reader, at), size) == H3_OK);
+    CHECK(same(address(reader, at), expected + at, size));
+    h3_unpin_address(address(reader, at), size);
   }
-  free(raw);
-  free(stored);
-  h3_codec_destroy(codec);
+  h3_range_destroy(reader);
 }
 
 /* ---- everything at once ---- */
@@ -185,7 +189,7 @@ static void export_some(worker *me) {
   h3_chunk chunk;
   CHECK(h3_file_create(fd, 0, 1, &file) == H3_OK);
   CHECK(h3_range_export(me->w->still, block, 1, &bf16, file, &chunk) == H3_OK);
-  world other = {.file = file};
+  world other = {.pager = me->w->pager, .file = file};
   check_file(&other, &bf16, &chunk, me->w->raw + block * STILL_BLOCK, STILL_BLOCK, STILL_BLOCK);
   h3_file_destroy(file);
   close(fd);
@@ -333,8 +337,8 @@ static void check_growth(world *w) {
 static void check_failures(world *w) {
   uint64_t rng = test_seed, done, block;
   CHECK(h3_range_drop(w->still, 0, STILL_BYTES) == H3_OK);
-  h3_fault_arm(H3_FAULT_READ, 2, 1, EIO);
-  CHECK(h3_range_prefetch(w->still, 0, 3 * STILL_BLOCK, &done) == H3_E_IO && done == STILL_BLOCK);
+  h3_fault_arm(H3_FAULT_READ, 1, -1, EIO);
+  CHECK(h3_range_prefetch(w->still, 0, 3 * STILL_BLOCK, &done) == H3_E_IO && done == 0);
   h3_fault_arm(H3_FAULT_READ, 0, 0, 0);
   put(&rng, w->live, 5, 55);
   h3_fault_arm(H3_FAULT_WRITE, 1, -1, ENOSPC); /* what cannot be saved stays */
