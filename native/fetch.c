@@ -28,7 +28,7 @@ enum {
   RUN_GAP = 4096,          /* bytes between two chunks that are read over */
   GLANCE = 4,              /* rows that take less than one in so many bytes of a block leave it where it is, at first */
   ASKS = 32,               /* asked ahead and not begun */
-  ASK_WORKERS = 4,         /* started before they are needed */
+  ASK_WORKERS = 4,         /* that read ahead at once: more of them take turns on the processors that the scan needs */
   ASK_BYTES = 256 * 1024   /* raw, of one read ahead: who scans waits for the first, and several are under way */
 };
 
@@ -70,7 +70,7 @@ static struct {
   h3_lock lock;
   h3_job *jobs;
   h3_ask asks[ASKS]; /* oldest first */
-  uint32_t n_asks;
+  uint32_t n_asks, asking; /* asking: workers that read ahead now */
   int started;
   _Atomic uint32_t published, left; /* futex words: a job came; a worker left one */
 } pool;
@@ -304,24 +304,33 @@ int h3_pool_ask(h3_range *range, const h3_stream *stream, uint64_t from, uint64_
   h3_lock_release(&pool.lock);
   if (!taken) return 0;
   atomic_fetch_add(&pool.published, 1);
-  h3_futex_wake(&pool.published, (int)((to - from + ask_blocks(range) - 1) / ask_blocks(range)));
+  const uint64_t pieces = (to - from + ask_blocks(range) - 1) / ask_blocks(range);
+  h3_futex_wake(&pool.published, (int)(pieces < ASK_WORKERS ? pieces : ASK_WORKERS));
   return 1;
 }
 
 /* The next piece, as a job of this worker's own; its range stays while it counts as a reader. */
 static int take_ask(h3_job *job) {
   h3_lock_acquire(&pool.lock);
-  const int found = pool.n_asks > 0;
+  const int found = pool.n_asks > 0 && pool.asking < ASK_WORKERS;
   if (found) {
     h3_ask *ask = &pool.asks[0];
     const uint64_t left = ask->to - ask->from, most = ask_blocks(ask->range), n = left < most ? left : most;
     *job = (h3_job){.range = ask->range, .first = ask->from, .n = n, .run_blocks = (uint32_t)n, .scan = ask->stream};
     atomic_fetch_add(&ask->range->readers, 1);
+    pool.asking++;
     ask->from += n;
     if (ask->from == ask->to) drop_ask(0);
   }
   h3_lock_release(&pool.lock);
   return found;
+}
+
+static void end_ask(h3_job *job) {
+  atomic_fetch_sub(&job->range->readers, 1);
+  h3_lock_acquire(&pool.lock);
+  pool.asking--; /* this worker looks for the next piece itself */
+  h3_lock_release(&pool.lock);
 }
 
 void h3_ahead_stop(h3_range *range) {
@@ -345,7 +354,7 @@ static void *work(void *unused) {
       leave(job);
     } else if (take_ask(&asked)) {
       serve(&asked);
-      atomic_fetch_sub(&asked.range->readers, 1);
+      end_ask(&asked);
     } else {
       h3_futex_wait(&pool.published, seen);
     }
@@ -376,7 +385,7 @@ void h3_pool_start(void) {
 void h3_pool_after_fork(void) {
   pool.lock.word = 0;
   pool.jobs = NULL;
-  pool.n_asks = 0;
+  pool.n_asks = pool.asking = 0;
   pool.started = 0;
 }
 

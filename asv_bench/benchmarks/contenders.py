@@ -130,10 +130,8 @@ class H3Store(Contender):
     def scan(self) -> int:
         import torch
 
-        step, total = SLAB_BYTES // ROW_BYTES, 0
-        for first in range(0, ROWS, step):
-            total += int(self.table[first:first + step].view(torch.int64).sum())
-        return total % 2**64
+        flat = self.table.view(torch.int64).numpy()
+        return _scan_slabs(lambda first, last: flat[first:last])
 
 
 class H3StoreRandom(H3Store):
