@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -125,6 +126,10 @@ CODERS: dict[str, Callable[[str], Coder]] = {
     "blosc2": blosc2, "zipnn": zipnn}
 
 
+# What asv tracks of a coder that is not installed, or of a model that is not at hand.
+MISSING = [math.nan] * 3
+
+
 def gb_per_s(work: Callable[[], object]) -> float:
     """Of TENSOR_BYTES, in time on the processor: what others run meanwhile matters less."""
     start = time.thread_time()
@@ -181,25 +186,20 @@ class Coders:
                 results |= {(name, data): found for name, found in measure_data(data).items()}
         return results
 
-    def setup(self, results: dict[tuple[str, str], list[float]], coder: str, data: str) -> None:
-        """Skips peers that are not installed."""
-        if (coder, data) not in results:
-            raise NotImplementedError(f"{coder} is not installed, or {data} not at hand")
-
     @named("Raw bytes for one stored byte, chunks of 64 KiB", "raw/stored")
     def track_ratio(self, results: dict[tuple[str, str], list[float]], coder: str, data: str) -> float:
         """Raw bytes for one stored byte."""
-        return results[coder, data][0]
+        return results.get((coder, data), MISSING)[0]
 
     @named("Encode, one thread, chunks of 64 KiB", "GB/s")
     def track_encode(self, results: dict[tuple[str, str], list[float]], coder: str, data: str) -> float:
         """Raw bytes a second, to stored bytes."""
-        return results[coder, data][1]
+        return results.get((coder, data), MISSING)[1]
 
     @named("Decode, one thread, chunks of 64 KiB", "GB/s")
     def track_decode(self, results: dict[tuple[str, str], list[float]], coder: str, data: str) -> float:
         """Raw bytes a second, from stored bytes."""
-        return results[coder, data][2]
+        return results.get((coder, data), MISSING)[2]
 
 
 if __name__ == "__main__":

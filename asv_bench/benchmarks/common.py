@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import shutil
@@ -84,9 +85,9 @@ def _cached_share(fd: int, size: int) -> float:
         return int((np.frombuffer(resident, np.uint8) & 1).sum()) / pages
 
 
-def fresh(module: str, *arguments: str) -> Any:
+def fresh(module: str, *arguments: str, **environment: str) -> Any:
     """Runs a module of this folder in a process of its own; returns the JSON of its last line."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, "-m", f"asv_bench.benchmarks.{module}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
@@ -94,8 +95,9 @@ def fresh(module: str, *arguments: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def fresh_medians(module: str, arguments: list[str], processes: int = PROCESSES) -> dict[str, Any]:
-    """Several fresh processes that each print {"times": {work: number}, "outputs": {work: text}}.
+def fresh_medians(module: str, arguments: list[str], processes: int | None = None, **environment: str
+                  ) -> dict[str, Any]:
+    """Several fresh processes (None: PROCESSES) that each print {"times": {work: number}, "outputs": {work: text}}.
 
     Returns:
         {work: {"median": float, "all": [float], "output": text}}.
@@ -103,7 +105,7 @@ def fresh_medians(module: str, arguments: list[str], processes: int = PROCESSES)
     Raises:
         RuntimeError: two of them got different outputs.
     """
-    runs = [fresh(module, *arguments) for _ in range(processes)]
+    runs = [fresh(module, *arguments, **environment) for _ in range(processes or PROCESSES)]
     result: dict[str, Any] = {}
     for work in runs[0]["times"]:
         values = [run["times"][work] for run in runs]
@@ -112,6 +114,22 @@ def fresh_medians(module: str, arguments: list[str], processes: int = PROCESSES)
             raise RuntimeError(f"{module} {arguments}: outputs of {work} differ from run to run: {outputs}")
         result[work] = {"median": statistics.median(values), "all": values, "output": outputs.pop()}
     return result
+
+
+def measure_each(module: str, names: Iterable[str], prepare: Callable[[str], object], say: Callable[[str], None],
+                 processes: int | None) -> dict[str, dict[str, Any]]:
+    """Every contender of a module, its files made first: {contender: {work: median, all, output}}; says each."""
+    results = {}
+    for name in names:
+        prepare(name)
+        results[name] = fresh_medians(module, [name], processes)
+        say(f"  {name:28}" + "  ".join(f"{work} {found['median']:.3f}" for work, found in results[name].items()))
+    return results
+
+
+def median_of(results: dict[str, dict[str, Any]], name: str, work: str) -> float:
+    """What asv tracks; nan, which its pages leave out, where a contender is not installed or has no such work."""
+    return float(results.get(name, {}).get(work, {}).get("median", math.nan))
 
 
 def print_result(times: dict[str, float], outputs: dict[str, str] | None = None) -> None:

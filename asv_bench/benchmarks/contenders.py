@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,7 @@ def prepare_raw() -> None:
     part.rename(raw_path())
 
 
-class Contender:
+class Contender(ABC):
     """One way to store the table. Subclasses open it in __init__, cold and with nothing read."""
 
     needs: tuple[str, ...] = ()
@@ -71,15 +72,16 @@ class Contender:
 
     @classmethod
     def prepare(cls) -> None:
-        """Writes the files, if they are not there."""
+        """Writes the files, if they are not there: most read the raw table as it is."""
+        return
 
+    @abstractmethod
     def gather(self, rows: np.ndarray, row_bytes: int) -> Any:
         """Rows of the table seen as rows of row_bytes, copied."""
-        raise NotImplementedError
 
-    def scan(self) -> int:
-        """Sum of the table's 64-bit words, modulo 2^64, read once in order."""
-        raise NotImplementedError
+    def scan(self) -> int | None:
+        """Sum of the table's 64-bit words, modulo 2^64, read once in order; None if nobody would read it so."""
+        return None
 
 
 def _sum(slab: np.ndarray) -> int:

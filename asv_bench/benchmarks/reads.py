@@ -23,7 +23,8 @@ from .common import (
     GATHERED_ROWS,
     ROW_BYTES,
     drop_caches,
-    fresh_medians,
+    measure_each,
+    median_of,
     named,
     print_result,
     row_numbers,
@@ -54,12 +55,12 @@ def cold_gather(kind: type[Contender], row_bytes: int, rows: np.ndarray) -> tupl
     return time.perf_counter() - start, out
 
 
-def cold_scan(kind: type[Contender]) -> tuple[float, str]:
-    """Seconds to open and read all of it in order, and the sum."""
+def cold_scan(kind: type[Contender]) -> tuple[float, int | None]:
+    """Seconds to open and read all of it in order, and the sum; None if it has no way to."""
     drop_caches(kind.files())
     start = time.perf_counter()
     total = kind().scan()
-    return time.perf_counter() - start, str(total)
+    return time.perf_counter() - start, total
 
 
 def warm_gather(kind: type[Contender], rows: np.ndarray, rounds: int = WARM_ROUNDS) -> tuple[float, Any]:
@@ -92,8 +93,9 @@ def measure(name: str) -> tuple[dict[str, float], dict[str, str]]:
         times[work] = seconds * scale
         outputs[work] = digest(out) if scale == 1 else ""
         del out
-    if kind.scan is not Contender.scan:
-        times[SEQUENTIAL], outputs[SEQUENTIAL] = cold_scan(kind)
+    seconds, total = cold_scan(kind)
+    if total is not None:
+        times[SEQUENTIAL], outputs[SEQUENTIAL] = seconds, str(total)
     if name != LIMIT:
         rows = row_numbers(GATHERED_ROWS, BENCH_BYTES // ROW_BYTES)[:GATHERED_ROWS // scale]
         times[WARM], out = warm_gather(kind, rows, WARM_ROUNDS if scale == 1 else 1)
@@ -117,13 +119,8 @@ def compare_outputs(results: dict[str, dict[str, Any]]) -> None:
 def measure_all(say: Callable[[str], None] = lambda text: None, names: list[str] | None = None,
                 processes: int | None = None) -> dict[str, dict[str, Any]]:
     """Every contender that is installed, in fresh processes: {contender: {work: median, all, output}}."""
-    names = [name for name in names or CONTENDERS if installed(name)]
-    for name in names:
-        prepare(name)
-    results = {}
-    for name in names:
-        results[name] = fresh_medians("reads", [name], **({"processes": processes} if processes else {}))
-        say(f"  {name:28}" + "  ".join(f"{work} {found['median']:.3f}" for work, found in results[name].items()))
+    found = [name for name in names or CONTENDERS if installed(name)]
+    results = measure_each("reads", found, prepare, say, processes)
     compare_outputs(results)
     return results
 
@@ -139,30 +136,25 @@ class Reads:
         """One fresh process for each: asv repeats over commits, peers.py over processes."""
         return measure_all(processes=1)
 
-    def _value(self, results: dict[str, dict[str, Any]], name: str, work: str) -> float:
-        if work not in results.get(name, {}):
-            raise NotImplementedError(f"{name} is not installed, or has no such way to read")
-        return results[name][work]["median"]
-
     @named(f"{GATHERED_ROWS:,} random rows of 4 KiB, cold", "s")
     def track_cold_rows_4k(self, results: dict[str, dict[str, Any]], name: str) -> float:
         """Opening the file counts."""
-        return self._value(results, name, ROWS_4K)
+        return median_of(results, name, ROWS_4K)
 
     @named(f"{GATHERED_ROWS:,} random rows of 64 KiB, cold", "s")
     def track_cold_rows_64k(self, results: dict[str, dict[str, Any]], name: str) -> float:
         """The same table, seen as longer rows."""
-        return self._value(results, name, ROWS_64K)
+        return median_of(results, name, ROWS_64K)
 
     @named("All of the table in order, cold", "MB/s")
     def track_sequential(self, results: dict[str, dict[str, Any]], name: str) -> float:
         """Raw bytes a second; every word is added up."""
-        return BENCH_BYTES / self._value(results, name, SEQUENTIAL) / 1e6
+        return BENCH_BYTES / median_of(results, name, SEQUENTIAL) / 1e6
 
     @named("Random rows of 4 KiB, all of the table in memory", "us a row")
     def track_warm_rows(self, results: dict[str, dict[str, Any]], name: str) -> float:
         """One gather of many rows, index_select where there is one."""
-        return self._value(results, name, WARM)
+        return median_of(results, name, WARM)
 
 
 if __name__ == "__main__":

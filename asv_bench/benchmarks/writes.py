@@ -19,7 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from .common import BENCH_BYTES, ROW_BYTES, ROWS, SEED, bench_folder, fresh_medians, named, print_result, row_numbers
+from .common import (
+    BENCH_BYTES,
+    ROW_BYTES,
+    ROWS,
+    SEED,
+    bench_folder,
+    fresh_medians,
+    measure_each,
+    median_of,
+    named,
+    print_result,
+    row_numbers,
+)
 from .contenders import HEADER_BYTES, Blosc2, H3Store, installed, prepare, raw_path
 from .reads import digest
 
@@ -130,11 +142,7 @@ WRITERS = {"h3store": h3store_writes, "numpy.memmap": memmap_writes, "blosc2": b
 def measure_all(say: Callable[[str], None] = lambda text: None, processes: int | None = None
                 ) -> dict[str, dict[str, Any]]:
     """{contender: {work: median, all, output}}; raises RuntimeError when two of them read back different rows."""
-    results = {}
-    for name in (name for name in WRITERS if installed(name)):
-        prepare(name)
-        results[name] = fresh_medians("writes", [name], **({"processes": processes} if processes else {}))
-        say(f"  {name:28}" + "  ".join(f"{work} {found['median']:.3f}" for work, found in results[name].items()))
+    results = measure_each("writes", [name for name in WRITERS if installed(name)], prepare, say, processes)
     if len({found[WRITES]["output"] for found in results.values()} - {""}) > 1:
         raise RuntimeError(f"contenders read back different rows: {results}")
     return results
@@ -154,9 +162,7 @@ class Writes:
     @named(f"{WRITTEN_ROWS:,} random row writes and one commit", "us a row")
     def track_row_writes(self, results: dict[str, dict[str, Any]], name: str) -> float:
         """h3store: atomic and durable; numpy.memmap: one msync; blosc2: not synced."""
-        if name not in results:
-            raise NotImplementedError(f"{name} is not installed")
-        return results[name][WRITES]["median"]
+        return median_of(results, name, WRITES)
 
 
 class Commits:

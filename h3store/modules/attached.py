@@ -64,7 +64,9 @@ def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[st
     nn.MultiheadAttention and TransformerEncoderLayer in eval; a weight that was not contiguous) last bits may differ.
 
     Weights of 64 KiB and more become read-only TieredTensors over an archive. They are read ahead and held in the order
-    in which submodules run, learnt from the first forward pass, while a part that fits the budget stays resident.
+    in which submodules run, learnt from the first forward pass, while a part that fits the budget stays resident. With
+    few cores, OMP_WAIT_POLICY=passive in the environment makes it faster: OpenMP's idle threads then do not spin on the
+    processors that decode.
 
     Args:
         model: any module on the CPU, changed in place. Weights keep names, shapes and dtypes; they are frozen
