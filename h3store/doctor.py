@@ -223,9 +223,11 @@ def _cuda() -> Iterator[Check]:
 def _disk(path: Path) -> Iterator[Check]:
     folder = path if path.is_dir() else path.resolve().parent
     try:
+        path.stat()  # another folder's figures would be taken for its
         written, read, direct = disk_speed(folder)
     except OSError as error:
-        yield Check("disk", "fail", f"{folder}: {error.strerror}", "name a folder that can be written, with --path")
+        where = folder if os.path.exists(path) else path
+        yield Check("disk", "fail", f"{where}: {error.strerror}", "name a folder that can be written, with --path")
         return
     slow = read < 200e6
     how = "past the page cache" if direct else "after its pages were dropped"

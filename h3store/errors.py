@@ -6,7 +6,8 @@ H3Error
 │   ├── ArchiveNotFoundError (FileNotFoundError)
 │   ├── ArchiveFormatError (ValueError)       not an archive, or a version or feature this build does not know
 │   ├── CorruptArchiveError                   header, index or commit record fails its checksum, or the file is cut
-│   │   └── CorruptBlockError                 one chunk of one tensor fails
+│   │   ├── CorruptBlockError                 one chunk of one tensor fails
+│   │   └── ArchiveChangedError               sound, but no longer what a reference to it was made for
 │   ├── ArchiveLockedError (BlockingIOError)  another process writes the file
 │   └── StorageFullError (OSError)            no space left; the last commit stands
 ├── ReadOnlyError (RuntimeError)              in-place or out= on a tensor opened for reading
@@ -52,6 +53,13 @@ class CorruptArchiveError(ArchiveError):
 
 class CorruptBlockError(CorruptArchiveError):
     """One chunk of one tensor does not decode to the bytes its checksum promises."""
+
+
+class ArchiveChangedError(CorruptArchiveError):
+    """A sound archive that no longer holds what a reference, or an archive that leans on it, was made for.
+
+    A CorruptArchiveError, as which it used to be raised.
+    """
 
 
 class ArchiveLockedError(ArchiveError, BlockingIOError):

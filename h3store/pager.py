@@ -17,7 +17,17 @@ from h3store._ffi import CHUNK_DTYPE, check, ffi, lib
 from h3store.errors import BudgetError, StoreClosedError, UsageError
 from h3store.units import MiB, exact_bytes, format_bytes
 
-__all__ = ["DELIVERIES", "PAGE", "Pager", "Range", "RangeConfig", "live_ranges", "native_probe", "range_holding"]
+__all__ = [
+    "DELIVERIES",
+    "PAGE",
+    "Pager",
+    "Range",
+    "RangeConfig",
+    "check_blocks_fit",
+    "live_ranges",
+    "native_probe",
+    "range_holding",
+]
 
 PAGE = 4096
 DELIVERIES = {
@@ -40,7 +50,7 @@ def _in_forked_child() -> None:
     """A child reads what its parent saw; the file's tail is the parent's to write."""
     for tiered in list(_ranges.values()):
         if tiered.writable:
-            tiered.writable = False
+            tiered.freeze("belongs to the parent process: a forked child only reads it; write there, or clone() it")
             tiered.origin = None  # it may hold what the parent has not committed
 
 
@@ -66,6 +76,15 @@ def native_probe() -> tuple[int, int]:
 
 def _numbers(values: Any, count: int) -> np.ndarray:
     return np.frombuffer(ffi.buffer(values, 8 * count), np.int64).copy()
+
+
+def check_blocks_fit(block_bytes: int, ddr_bytes: int, what: str) -> None:
+    """Raises BudgetError when a budget is too small for blocks: one instruction may straddle two, so both must fit."""
+    if 2 * block_bytes > ddr_bytes:
+        raise BudgetError(
+            f"{what}: two blocks of {format_bytes(block_bytes)} do not fit the ddr budget of "
+            f"{format_bytes(ddr_bytes)}; give ddr_bytes of at least {exact_bytes(4 * block_bytes)}"
+        )
 
 
 class Pager:
@@ -133,13 +152,7 @@ class Range:
     """A run of ordinary address space whose blocks come and go. Freed with its last reference."""
 
     def __init__(self, pager: Pager, config: RangeConfig) -> None:
-        # One instruction may straddle two blocks, so both must fit at once.
-        if 2 * config.block_bytes > pager.ddr_bytes:
-            raise BudgetError(
-                f"{config.label or 'range'}: two blocks of {format_bytes(config.block_bytes)} do not fit the ddr "
-                f"budget of {format_bytes(pager.ddr_bytes)}; "
-                f"give ddr_bytes of at least {exact_bytes(4 * config.block_bytes)}"
-            )
+        check_blocks_fit(config.block_bytes, pager.ddr_bytes, config.label or "range")
         fields: dict[str, Any] = {
             "bytes": config.nbytes,
             "capacity_bytes": max(config.capacity_bytes, config.nbytes),
@@ -165,6 +178,7 @@ class Range:
         self.config = config
         self.label = config.label
         self.writable = config.writable
+        self.frozen = ""  # why it is not writable any longer, and the way out
         self.origin: tuple[str, str, tuple[bytes, int]] | None = None  # path, tensor, version: set by a store
         self._reported: np.ndarray | None = None  # the table that the last flush of all blocks has brought up to date
         self.block_bytes = config.block_bytes
@@ -189,6 +203,12 @@ class Range:
     @property
     def resident_bytes(self) -> int:
         return int(lib.h3_range_resident_bytes(self._native))
+
+    def freeze(self, why: str) -> None:
+        """Refuses writes from now on; why follows "t, which " in the error, and ends with the way out."""
+        if self.writable:
+            self.frozen = why
+        self.writable = False
 
     def buffer(self) -> Any:
         """Returns a buffer over the data that keeps this range alive. Touching it faults blocks in."""
@@ -368,7 +388,7 @@ class Range:
 
     def detach(self, file: Any, owner: Any) -> None:
         """Reads from another handle of the same bytes from now on and no longer writes back."""
-        self.writable = False
+        self.freeze('is read-only since its store was closed; open the store with mode="r+" and take it anew')
         self._kept.append((file, owner))
         check(lib.h3_range_detach(self._native, file), f"{self.label}: detach")
 

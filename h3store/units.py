@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from h3store.errors import UsageError
 
+_Number = TypeVar("_Number", int, float)
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1024**4,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": KiB, "m": MiB, "g": GiB, "t": 1024**4}
+_MAX_BYTES = 2**47  # of address space that a process has
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -24,17 +27,24 @@ def parse_bytes(value: int | str, what: str = "size") -> int:
         what: the name that an error message gives the value.
 
     Raises:
-        UsageError: not a size, or negative.
+        UsageError: not a size, negative, or more than a process can address.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise UsageError(f"{what}: {value} is negative; give a number of bytes or a text such as \"64MiB\"")
-        return value
+        return _addressable(value, value, what)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise UsageError(f"{what}: {value!r} is not a size; give a number of bytes or a text such as \"64MiB\"")
-    return int(float(match.group(1)) * unit)
+    return int(_addressable(float(match.group(1)) * unit, value, what))
+
+
+def _addressable(size: _Number, value: int | str, what: str) -> _Number:
+    if size > _MAX_BYTES:
+        raise UsageError(f"{what}: {value!r:.40} is over {format_bytes(_MAX_BYTES)}, which is all that a process can "
+                         "address; give what this machine has")
+    return size
 
 
 def counted(number: int, what: str) -> str:

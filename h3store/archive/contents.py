@@ -11,7 +11,7 @@ from h3store._ffi import lib
 from h3store.archive.chunks import load_chunk
 from h3store.archive.reader import Reader
 from h3store.archive.records import TensorRecord
-from h3store.errors import CorruptArchiveError
+from h3store.errors import ArchiveChangedError, CorruptArchiveError
 
 __all__ = ["Contents"]
 
@@ -69,7 +69,7 @@ class Contents:
                 self._bases[path] = Contents(Reader(path), self._depth + 1)
             base = self._bases[path]
         if base.reader.uuid != record.base.uuid or base.reader.sequence < record.base.sequence:
-            raise CorruptArchiveError(f"{path}: not the archive that {self.reader.path} leans on (uuid "
+            raise ArchiveChangedError(f"{path}: not the archive that {self.reader.path} leans on (uuid "
                                       f"{record.base.uuid.hex()}, commit {record.base.sequence} or later)")
         return base
 

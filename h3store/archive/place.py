@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 
 from h3store.archive.reader import open_regular
 from h3store.errors import ArchiveError, ArchiveLockedError, ArchiveNotFoundError, StorageFullError
@@ -85,6 +86,9 @@ class Place:
         try:
             return os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except (FileNotFoundError, NotADirectoryError) as error:
+            folder = os.path.dirname(self.path)
+            if os.path.isdir(folder):  # such as /proc
+                raise ArchiveError(f"{self.path}: no file can be made in {folder}; choose another folder") from error
             raise ArchiveNotFoundError(f"{self.path}: its folder does not exist; create it first") from error
         except OSError as error:
             raise _translated(self.path, error) from error
@@ -125,6 +129,12 @@ class Place:
             os.close(self._old_fd)
             self._old_fd = -1
 
+    def unlink(self) -> None:
+        """Takes the file's name away, if it is still this file's."""
+        if os.getpid() == self._pid and self.fd >= 0 and _is_at(self.fd, self.path):
+            with suppress(OSError):
+                os.unlink(self.path)
+
     def close(self) -> None:
         """Unlocks and closes; a new file that was never published is removed. Closing twice is fine."""
         ours = os.getpid() == self._pid  # and not a forked child's, whose parent still writes it
@@ -153,4 +163,6 @@ def _is_at(fd: int, path: str) -> bool:
 def _translated(path: str, error: OSError) -> ArchiveError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StorageFullError(f"{path}: no space left ({error.strerror}); free some, the last commit stands")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ArchiveError(f"{path}: {error.strerror}; choose a folder and a file that you may write to")
     return ArchiveError(f"{path}: {error.strerror}")

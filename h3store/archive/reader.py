@@ -24,9 +24,24 @@ from h3store.errors import (
     CorruptArchiveError,
     StoreClosedError,
     TensorNotFoundError,
+    UsageError,
 )
 
-__all__ = ["Reader", "is_archive", "open_regular"]
+__all__ = ["Reader", "checked_path", "is_archive", "open_regular"]
+
+
+def checked_path(path: object, what: str = "path") -> str:
+    """Returns a path as text.
+
+    Raises:
+        UsageError: it is none; what names it in the message.
+    """
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str):
+        raise UsageError(f"{what} is {path!r:.100}, a {type(path).__name__}; give the archive's path as a str or Path")
+    if not name or "\0" in name:
+        raise UsageError(f"{what} is {name!r:.100}, which names no file; give the path of an archive")
+    return name
 
 
 def is_archive(path: str | os.PathLike[str]) -> bool:
@@ -54,7 +69,8 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     except OSError as error:
         if error.errno == errno.EISDIR:
             raise ArchiveFormatError(f"{name}: a folder, not an archive file") from error
-        raise ArchiveError(f"{name}: cannot be opened: {error.strerror}") from error
+        way_out = "; check who may read it" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        raise ArchiveError(f"{name}: cannot be opened: {error.strerror}{way_out}") from error
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
@@ -84,7 +100,7 @@ class Reader:
             CorruptArchiveError: the file was cut or damaged; h3store.archive.rollback returns to an older commit where
             there is one. ArchiveNotFoundError, ArchiveFormatError, ArchiveError.
         """
-        self.path = os.fspath(path)
+        self.path = checked_path(path)
         self._owns_fd = fd is None
         self.fd = open_regular(path, os.O_RDONLY) if fd is None else fd
         self._io: FileIO | None = None

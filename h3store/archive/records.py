@@ -121,10 +121,14 @@ def check_name(name: str) -> None:
     """Raises ValueError when a tensor may not be called so."""
     if name.isascii() and 0 < len(name) <= MAX_NAME_BYTES and "\0" not in name:
         return
-    size = len(name.encode("utf-8", "surrogatepass"))
-    if not 1 <= size <= MAX_NAME_BYTES or "\0" in name:
-        raise ValueError(f"its name has {size} bytes; names have 1 to {MAX_NAME_BYTES} bytes and no NUL")
-    name.encode()
+    if "\0" in name:
+        raise ValueError("its name holds a NUL character; leave that out")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"its name holds {name[error.start]!r}, which is no character of UTF-8") from error
+    if not 1 <= size <= MAX_NAME_BYTES:
+        raise ValueError(f"its name has {size} bytes; names have 1 to {MAX_NAME_BYTES}")
 
 
 def check_base(base: BaseRef) -> None:

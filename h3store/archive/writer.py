@@ -31,7 +31,7 @@ from h3store.archive.layout import (
     xxh64,
 )
 from h3store.archive.place import Place
-from h3store.archive.reader import Reader
+from h3store.archive.reader import Reader, checked_path
 from h3store.archive.records import DEFAULT_CHUNK_BYTES, BaseRef, TensorRecord
 from h3store.archive.tables import bad_entries, read_table, to_write, write_tables
 from h3store.codec import CHUNK_DTYPE, CheckKind, Filter, Spec
@@ -80,12 +80,13 @@ class Writer:
         """
         if mode not in ("w", "r+"):
             raise UsageError(f"{os.fspath(path)}: mode {mode!r}; a writer opens with \"w\" or \"r+\"")
-        self.path = os.fspath(path)
+        self.path = checked_path(path)
         self.records: dict[str, TensorRecord] = {}
         self.metadata: dict[str, Any] = {}
         self.sequence = 0
         self.covered_bytes = 0
         self._index = b""
+        self._is_placeholder = False  # all that lies at path is the empty archive that this writer began with
         self._to_seal: Slot | None = None  # of the last commit
         self._lasting = 0  # feature bits that stay from the first chunk that needs them on
         self._lock = threading.RLock()
@@ -107,6 +108,7 @@ class Writer:
         self.io.append(Header(self.uuid).to_bytes(), "header")
         if visible and not self._place.replaces:
             self.commit()
+            self._is_placeholder = True
 
     def _start_at_last_commit(self) -> None:
         with Reader(self.path, fd=self._place.fd) as reader:
@@ -318,6 +320,7 @@ class Writer:
             self.io.sync("chunks and index")
         else:
             slot = replace(slot, required=required | FEATURE_QUICK, start=start)
+        self._is_placeholder = False
         self.io.overwrite(slot.offset, slot.to_bytes(self.uuid), "commit slot")
         self.io.sync("commit")
         self._place.publish()
@@ -347,6 +350,13 @@ class Writer:
                 return None
             start = min(start, int(entries["offset"].min(initial=start)))
         return start
+
+    def forget(self) -> None:
+        """Before close: takes a new archive that nothing was committed to away from its path."""
+        with self._lock:
+            if self._is_placeholder:
+                self._place.unlink()
+                self._is_placeholder = False
 
     def close(self) -> None:
         """Closes without a commit: what was not committed is gone. Native code may no longer use file."""

@@ -16,7 +16,7 @@ from h3store.errors import CorruptArchiveError
 from h3store.kv.layout import KVLayout
 from h3store.kv.prefix import PrefixIndex
 from h3store.kv.sequence import KVSequence
-from h3store.pager import Range, RangeConfig
+from h3store.pager import Range, RangeConfig, check_blocks_fit
 from h3store.tensor import in_operation
 from h3store.tiers import ScratchFile
 from h3store.tiers.ddr import native_spec
@@ -39,9 +39,13 @@ class KVStore:
         layout: shape of the model's KV blocks.
         fingerprint: names everything that the stored values depend on: weights, config, dtype, RoPE, format. Entries of
             another fingerprint are never used.
+
+    Raises:
+        BudgetError: the store's budget is too small for the layout's blocks.
     """
 
     def __init__(self, store: Store, layout: KVLayout, fingerprint: str) -> None:
+        check_blocks_fit(layout.block_bytes, store.ddr_bytes, "KV cache")
         self.store = store
         self.layout = layout
         self.fingerprint = fingerprint

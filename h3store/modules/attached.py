@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h3store.archive import Writer
+from h3store.archive import Writer, checked_path
 from h3store.errors import UsageError
 from h3store.modules.plan import Step, make_plan, merged_order
 from h3store.modules.stream import Stream, Unit
@@ -56,6 +56,11 @@ class _Weight:
     tensor: Tensor
     places: list[_Place] = field(default_factory=list)
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether no state_dict has it."""
+        return all(place.is_buffer and place.name in place.module._non_persistent_buffers_set for place in self.places)
+
 
 def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[str] | None = None) -> Attached:
     """Puts the weights of a module under a byte budget; it then computes what it did before, in less memory.
@@ -72,7 +77,8 @@ def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[st
         model: any module on the CPU, changed in place. Weights keep names, shapes and dtypes; they are frozen
             (requires_grad False), also after close(), and gradients flow through them to their inputs. Weights that
             are tied stay tied. Buffers of 64 KiB and more are tiered as well: a forward pass that writes into one
-            gets ReadOnlyError.
+            gets ReadOnlyError. Buffers that no checkpoint keeps (persistent=False) stay as the model has them, outside
+            the budget, if path names an archive that is there.
         ddr_bytes: hard bound on resident weight bytes, an int or text such as "4GiB".
         path: an archive. If it exists, weights are read from it by name, such as one made by h3store pack, and the
             model's own are dropped unread, so that they may be on the meta device. If it does not, they are written
@@ -96,7 +102,8 @@ def attach(model: nn.Module, *, ddr_bytes: int | str, path: str | os.PathLike[st
     weights = list(_weights_of(model))
     with ExitStack() as resources:
         source = _Source(weights, pager, path, resources)
-        tiered = [(weight, source.open(weight)) for weight in weights if _is_large(weight)]
+        large = [weight for weight in weights if _is_large(weight) and not source.leaves(weight)]
+        tiered = [(weight, source.open(weight)) for weight in large]
         small = [(weight, source.read_small(weight)) for weight in weights
                  if not _is_large(weight) and (weight.tensor.is_meta or source.has(weight))]
         for weight, tensor in small + tiered:  # nothing fails from here on
@@ -144,9 +151,11 @@ class _Source:
                  resources: ExitStack) -> None:
         self._pager = pager
         self._stores: dict[Path, Store] = {}
-        self._path: Path | None = None if path is None else Path(path)
+        self._path: Path | None = None if path is None else Path(checked_path(path))
         self._found = self._path is not None and self._path.exists()
         if self._found:
+            if weights and not any(self.has(weight) for weight in weights):
+                self._named(weights[0])  # raises
             return
         own = [weight for weight in weights if _is_large(weight) and _origin(weight.tensor) is None]
         for weight in own:
@@ -163,6 +172,10 @@ class _Source:
     def has(self, weight: _Weight) -> bool:
         """Whether an archive that was there before names a weight; buffers that no checkpoint keeps are not named."""
         return self._found and self._find(weight) is not None
+
+    def leaves(self, weight: _Weight) -> bool:
+        """Whether a large buffer stays as the model has it: no checkpoint keeps it, so no archive has it."""
+        return self._found and weight.is_transient and not weight.tensor.is_meta and not self.has(weight)
 
     def open(self, weight: _Weight) -> Tensor:
         """The tiered tensor of a weight."""
@@ -183,6 +196,10 @@ class _Source:
     def _named(self, weight: _Weight) -> tuple[Store, str]:
         name = self._find(weight)
         first = weight.places[0].full_name
+        if name is None and weight.is_transient:
+            raise UsageError(f"{first} is a buffer that no checkpoint keeps (persistent=False), so it must come from "
+                             "the model, where it is on the meta device and has no values; build the model on the CPU, "
+                             "or set that buffer to its values before attach()")
         if name is None or self._path is None:
             raise UsageError(f"{self._path or 'no archive'} holds no tensor {first!r}; pack the checkpoint of this "
                              "model, or attach without path")

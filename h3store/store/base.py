@@ -13,11 +13,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from h3store.archive import Reader, TensorRecord, Writer
+from h3store.archive import Reader, TensorRecord, Writer, checked_path
 from h3store.codec import MAX_BASE_DEPTH, Delta
-from h3store.errors import BudgetError, CorruptArchiveError, StoreClosedError, TensorNotFoundError, UsageError
+from h3store.errors import (
+    ArchiveChangedError,
+    BudgetError,
+    CorruptArchiveError,
+    StoreClosedError,
+    TensorNotFoundError,
+    UsageError,
+)
 from h3store.pager import Pager, Range
-from h3store.store.encode import torch_dtype
+from h3store.store.encode import check_is_name, torch_dtype
 from h3store.store.origin import Origin, origin_of
 from h3store.tensor import TieredTensor, over_range
 from h3store.tiers import file_handle, open_range
@@ -66,7 +73,7 @@ class OpenArchive:
                  *, pager: Pager | None = None) -> None:
         if mode not in ("r", "r+", "w"):
             raise UsageError(f'mode {mode!r} is not known; use "r", "r+" or "w"')
-        self.path = Path(path)
+        self.path = Path(checked_path(path))
         self.mode = mode
         if pager is not None:  # a budget that several stores share
             ddr_bytes = pager.ddr_bytes
@@ -130,6 +137,7 @@ class OpenArchive:
 
     def record(self, name: str) -> TensorRecord:
         """Returns what the archive says of a tensor."""
+        check_is_name(name)
         record = self.archive.records.get(name)
         if record is None:
             raise TensorNotFoundError(
@@ -221,7 +229,7 @@ class OpenArchive:
             self._readers[path] = Reader(path)
         reader = self._readers[path]
         if reader.uuid != ref.uuid:
-            raise CorruptArchiveError(
+            raise ArchiveChangedError(
                 f"{archive.path}: tensor {record.name!r} needs the base archive {path} that it was saved "
                 "against; another file lies there now"
             )

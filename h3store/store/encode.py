@@ -4,6 +4,7 @@ know stores."""
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ from h3store.units import available_memory, format_bytes
 __all__ = [
     "CHUNK_BYTES",
     "add_tensor",
+    "check_is_name",
     "check_size",
+    "check_storable",
     "checked_shape",
     "chunk_bytes_for",
     "is_compressed",
@@ -33,6 +36,7 @@ __all__ = [
 
 CHUNK_BYTES = DEFAULT_CHUNK_BYTES
 _SAMPLE_CHUNKS = 4
+_QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 MAX_BYTES = 2**43  # of one tensor: with room to grow it must fit the address space
 _TABLE_BYTES = 24 + 32  # of one chunk: its entry here, its block in the pager
 
@@ -48,6 +52,9 @@ def name_of(dtype: torch.dtype) -> str:
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype is {dtype!r}; give a torch dtype, such as torch.float32")
     name = str(dtype).removeprefix("torch.")
+    if name in _QUANTISED:
+        raise UsageError(f"dtype {dtype} cannot be stored: its tensors are more than their bytes; store int_repr() beside "
+                         "scales and zero points, or dequantize() them")
     dtype_info(name)
     return name
 
@@ -58,6 +65,8 @@ def chunk_bytes_for(access: str | None, chunk_bytes: int | None = None, usual: i
     Raises:
         UsageError: an unknown access, or both given.
     """
+    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool)):
+        raise UsageError(f"chunk_bytes={chunk_bytes!r:.100} is not a number of bytes, such as 65536")
     if access is None:
         return usual if chunk_bytes is None else chunk_bytes
     if chunk_bytes is not None:
@@ -81,7 +90,7 @@ def is_compressed(compression: str | None, usual: bool = True) -> bool:
 
 
 def row_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize if len(shape) > 1 else 0
+    return math.prod(shape[1:]) * dtype.itemsize if len(shape) > 1 else 0
 
 
 def checked_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -150,9 +159,15 @@ def _tensor_samples(tensor: torch.Tensor, chunk_bytes: int) -> list[np.ndarray]:
     return [view[i * chunk_bytes : (i + 1) * chunk_bytes].copy() for i in picked]
 
 
-def _check_storable(name: str, tensor: torch.Tensor) -> None:
+def check_is_name(name: object) -> None:
+    """Refuses what is no text, before a look-up takes it for a name that is not there."""
     if not isinstance(name, str):
         raise UsageError(f"tensor name {name!r:.100} is a {type(name).__name__}; names are text")
+
+
+def check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Refuses what has no bytes of its own in C order."""
+    check_is_name(name)
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; convert it, say by torch.as_tensor")
     if tensor.is_meta:
@@ -160,7 +175,8 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise UsageError(f"tensor {name!r} has layout {tensor.layout}; make it dense first: to_dense()")
     if tensor.is_quantized:
-        raise UsageError(f"tensor {name!r} is quantised ({tensor.dtype}); store int_repr() and scales, or dequantize()")
+        raise UsageError(f"tensor {name!r} is quantised ({tensor.dtype}); store int_repr() "
+                         "beside its scales and zero points, or dequantize() it")
 
 
 def _tried(held: torch.Tensor, base: torch.Tensor | None, dtype: str, row_bytes: int, chunk_bytes: int) -> Spec:
@@ -181,7 +197,7 @@ def add_tensor(
     Args:
         base: what differences are stored to; its chunk size is taken.
     """
-    _check_storable(name, tensor)
+    check_storable(name, tensor)
     dtype, shape = name_of(tensor.dtype), tuple(tensor.shape)
     if base is not None:
         chunk_bytes = base[2]

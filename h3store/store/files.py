@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from h3store.archive import BaseRef, Writer, refuse_circle
+from h3store.archive import BaseRef, Writer, checked_path, refuse_circle
 from h3store.archive.records import CARRIED_PREFIX, PACKED_KEY
 from h3store.codec import MAX_BASE_DEPTH
 from h3store.errors import UsageError
@@ -51,7 +51,9 @@ def save(
     """
     if not isinstance(tensors, Mapping):
         raise UsageError(f"save() takes a mapping of names to tensors, such as model.state_dict(); got {type(tensors)}")
+    checked_path(path)
     if base is not None:
+        checked_path(base, "base")
         refuse_circle(base, path)
     if base is not None and (access is not None or compression is not None):
         raise UsageError("base= stores differences in the chunks of the base; leave access= and compression= out")

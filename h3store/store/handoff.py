@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from h3store.archive import Reader
-from h3store.errors import CorruptArchiveError, H3Error
+from h3store.errors import ArchiveChangedError, H3Error
 from h3store.pager import Range
 from h3store.store.encode import torch_dtype
 from h3store.store.named import Store
@@ -91,7 +91,7 @@ def _store(path: str, name: str, identity: tuple[bytes, int], ddr_bytes: int) ->
             return store
     store = Store(path, "r", ddr_bytes)
     if not holds(store):
-        raise CorruptArchiveError(
+        raise ArchiveChangedError(
             f"{path}: tensor {name!r} is not the one that was pickled: the archive has changed since. A reference is "
             "good as long as its archive stays as it was; to keep values use torch.save, or pickle a clone()"
         )
@@ -124,7 +124,7 @@ def _attach(
     """Returns the same view of the same tensor in this process: over the memory of one that is here already, if any.
 
     Raises:
-        ArchiveNotFoundError: the archive has moved. CorruptArchiveError: it has changed. ArchiveError: no reading it.
+        ArchiveNotFoundError: the archive has moved. ArchiveChangedError: it has changed. ArchiveError: no reading it.
     """
     tiered = _range((path, name, identity), ddr_bytes)
     size, stride, offset, dtype_name = geometry

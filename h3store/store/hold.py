@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from h3store.errors import UsageError
 from h3store.tensor import byte_span, range_of
 
 __all__ = ["pin", "prefetch"]
@@ -17,6 +18,8 @@ def prefetch(*tensors: torch.Tensor) -> int:
 
     Returns: bytes resident afterwards, counted per call. Ordinary tensors count nothing.
     """
+    for tensor in tensors:
+        _check_tensor(tensor, "prefetch")
     total = 0
     for tensor in tensors:
         tiered = range_of(tensor)
@@ -33,6 +36,7 @@ def pin(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     Raises:
         BudgetError: it does not fit the budget beside what is pinned already.
     """
+    _check_tensor(tensor, "pin")
     tiered = range_of(tensor)
     if tiered is None:
         yield tensor
@@ -43,3 +47,10 @@ def pin(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
     finally:
         tiered.unpin(*span)
+
+
+def _check_tensor(value: object, call: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        is_list = call == "prefetch" and isinstance(value, list | tuple)
+        way_out = "give its tensors one by one, as in prefetch(*tensors)" if is_list else "take a tensor from the store"
+        raise UsageError(f"{call}() takes tensors and slices of them; got a {type(value).__name__}: {way_out}")

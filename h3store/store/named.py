@@ -3,6 +3,8 @@ refuses to know what tensors mean."""
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +22,9 @@ from h3store.store.base import OpenArchive, locked
 from h3store.store.encode import (
     CHUNK_BYTES,
     add_tensor,
+    check_is_name,
     check_size,
+    check_storable,
     checked_shape,
     chunk_bytes_for,
     is_compressed,
@@ -87,6 +91,7 @@ class Store(OpenArchive):
         return archive
 
     def _writable_range(self, name: str, min_bytes: int = 0) -> Range:
+        check_is_name(name)
         if name not in self._open:
             record = self.record(name)
             if record.base is not None:
@@ -128,6 +133,7 @@ class Store(OpenArchive):
             UsageError: the name exists, or an argument breaks its rule. ReadOnlyError: mode "r".
         """
         writer = self._writer()
+        check_is_name(name)
         if name in writer.records:
             raise UsageError(f"{self.path}: a tensor named {name!r} exists; remove it first, or choose another name")
         sizes, dtype_name = checked_shape(name, shape), name_of(dtype)
@@ -164,13 +170,13 @@ class Store(OpenArchive):
         compress = is_compressed(compression, usual=not (old and old.spec.is_uncompressed))
         value = torch.from_numpy(tensor) if isinstance(tensor, np.ndarray) else tensor
         add_tensor(writer, name, value, None, chunk_bytes, compress)
-        self._let_go(name)
+        self._let_go(name, "replaced")
 
-    def _let_go(self, name: str) -> None:
+    def _let_go(self, name: str, how: str) -> None:
         """A tensor was replaced or removed: who still holds it may read it, and must not think that writes are kept."""
         tiered = self._open.pop(name, None)
         if tiered is not None:
-            tiered.writable = False
+            tiered.freeze(f"is not what the store holds: it was {how} since; take what is there now from the store")
             tiered.origin = None
         self._fresh.discard(name)
         self._shapes.pop(name, None)
@@ -207,6 +213,7 @@ class Store(OpenArchive):
         record, shape = self.record(name), self._shapes[name]
         if not isinstance(rows, torch.Tensor):
             raise UsageError(f"{name!r}: rows to append are a {type(rows).__name__}; give a tensor (k, *shape[1:])")
+        check_storable(name, rows)  # before the tensor is made longer
         if not shape or tuple(rows.shape[1:]) != shape[1:] or rows.dim() != len(shape):
             raise UsageError(
                 f"{name!r} has shape {shape}; rows of shape {tuple(rows.shape)} cannot be appended along dimension 0"
@@ -220,8 +227,13 @@ class Store(OpenArchive):
 
     def _set_rows(self, name: str, rows: int) -> TieredTensor:
         tiered, shape = self._open[name], (rows, *self._shapes[name][1:])
-        dtype = torch_dtype(self.record(name).dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        record = replace(self.record(name), shape=shape)
+        dtype = torch_dtype(record.dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > tiered.capacity_bytes:
+            check_size(record)
+        else:
+            record.validate()
         if nbytes > tiered.capacity_bytes or nbytes < tiered.nbytes:  # who reads the old range is not cut short
             tiered = self._regrow(name, max(nbytes, tiered.nbytes))
         tiered.resize(nbytes)
@@ -232,7 +244,7 @@ class Store(OpenArchive):
         """A range with more address space. Tensors over the old one become read-only: two writers would lose writes."""
         old = self._open[name]
         self._save_range(name, old, last=True)
-        old.writable = False
+        old.freeze("was taken before the tensor was made longer or shorter; take it anew from the store")
         old.origin = None
         del self._open[name]
         return self._writable_range(name, nbytes)
@@ -241,7 +253,7 @@ class Store(OpenArchive):
     def remove(self, name: str) -> None:
         """Forgets a tensor; durable after commit(). Its bytes in the file become dead space."""
         self._writer().remove(name)
-        self._let_go(name)
+        self._let_go(name, "removed")
 
     __delitem__ = remove
 
@@ -258,9 +270,9 @@ class Store(OpenArchive):
         shape = self._shapes[name]
         if not shape:
             raise UsageError(f"{name!r} is a scalar; only a tensor with dimensions can be made longer or shorter")
-        if not isinstance(rows, int) or rows < 0:
-            raise UsageError(f"{name!r} cannot have {rows!r} rows; give a whole number, 0 or more")
-        return self._set_rows(name, rows)
+        if isinstance(rows, bool) or not hasattr(rows, "__index__") or operator.index(rows) < 0:
+            raise UsageError(f"{name!r} cannot have {rows!r:.100} rows; give a whole number, 0 or more")
+        return self._set_rows(name, operator.index(rows))
 
     @locked
     def compact(self) -> int:
@@ -278,7 +290,7 @@ class Store(OpenArchive):
         writer = self._writer()
         held = list(self._open.values())
         for tiered in held:  # from here on a write would be lost: it is refused
-            tiered.writable = False
+            tiered.freeze("was taken before compact(); take it anew from the store")
         try:
             self._commit(last=True)
             before = os.fstat(writer.fd).st_size
@@ -347,7 +359,8 @@ class Store(OpenArchive):
     def close(self, *, commit: bool = True) -> None:
         """Commits (unless told not to) and lets go of the file. A second close does nothing.
 
-        If the commit fails the store stays open: free space and close again, or close(commit=False).
+        If the commit fails the store stays open: free space and close again, or close(commit=False), which leaves no
+        file where mode "w" found none and nothing was committed.
         """
         if self._archive is None:
             return
@@ -359,6 +372,8 @@ class Store(OpenArchive):
                 for tiered in self._open.values():
                     tiered.origin = None  # it may hold what was never committed
             self._detach(archive)
+            if not commit:
+                archive.forget()
             archive.close()
         self._archive = None
         self._open.clear()

@@ -231,8 +231,11 @@ def _refuse(tensor: TieredTensor, func: Callable[..., Any]) -> None:
         return
     name = getattr(func, "__name__", str(func))
     raise ReadOnlyError(
-        f"{name} would write to {tiered.label or 'a read-only tensor'}, which is read-only; clone() it first, "
-        'or take the tensor anew from a store that is open with mode="r+"'
+        f"{name} would write to {tiered.label or 'a read-only tensor'}, which "
+        + (
+            tiered.frozen
+            or 'is read-only; clone() it first, or take the tensor anew from a store that is open with mode="r+"'
+        )
     )
 
 

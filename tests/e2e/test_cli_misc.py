@@ -131,6 +131,12 @@ def test_doctor_says_what_to_do_where_something_is_missing(cli: Cli, tmp_path: P
     assert all(name in text for name in checks)
 
 
+def test_doctor_measures_no_other_folder_than_it_was_told(cli: Cli, tmp_path: Path) -> None:
+    found = json.loads(cli("doctor", "--json", "--path", str(tmp_path / "nope"), check=0).stdout)
+    disk = next(check for check in found["checks"] if check["name"] == "disk")
+    assert disk["status"] == "fail" and str(tmp_path / "nope") in disk["value"]
+
+
 def test_doctor_reports_a_folder_that_can_not_be_written(cli: Cli) -> None:
     found = json.loads(cli("doctor", "--json", "--path", "/proc/no/such", check=0).stdout)
     (disk,) = [check for check in found["checks"] if check["name"] == "disk"]

@@ -83,6 +83,21 @@ def test_batch_flags(capsys: Capture, tiny_model: Path, here: Path, flags: list[
     assert not (here / "out").exists() and not (here / "-").exists()
 
 
+def test_a_budget_below_a_block_is_found_before_error_rows_are_written(
+    capsys: Capture, tiny_model: Path, here: Path
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (here / "in").write_text(json.dumps(row) + "\n" + json.dumps(row | {"custom_id": "b", "url": "/v1/no"}) + "\n")
+    flags = ["-i", "in", "-o", "out", "--model", tiny_model, "--ddr", "48KiB"]
+    assert "give --ddr of at least" in refused(capsys, "run-batch", *flags)
+    assert not (here / "out").exists()
+
+
+def test_pack_into_a_folder_where_no_file_can_be_made(capsys: Capture, tiny_model: Path) -> None:
+    assert "choose another folder" in refused(capsys, "pack", tiny_model, "/proc/x.h3")
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "said"),
     [
