@@ -358,6 +358,12 @@ class Writer:
                 self._place.unlink()
                 self._is_placeholder = False
 
+    def cut_tail(self) -> None:
+        """Before close: gives back what was appended since the last commit. Nothing may still read there."""
+        with self._lock:
+            if self._io is not None and not self._place.pending and self.io.tail > self.covered_bytes:
+                self._place.truncate(self.covered_bytes)
+
     def close(self) -> None:
         """Closes without a commit: what was not committed is gone. Native code may no longer use file."""
         with self._lock:

@@ -86,6 +86,7 @@ class OpenArchive:
         self._pager = pager
         self._archive: Reader | Writer | None = Reader(path) if mode == "r" else Writer(path, mode)
         self._readers: dict[Path, Reader] = {}
+        self._was_forked = False  # a child may read what this process has written and not committed
         self._open: dict[str, Range] = {}  # writable ranges: changed blocks live in them until commit
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._fresh: set[str] = set()  # created since the last commit: their spec is still to be chosen
@@ -262,4 +263,9 @@ def _in_forked_child() -> None:
         store._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._was_forked = True
+
+
+os.register_at_fork(after_in_child=_in_forked_child, after_in_parent=_after_fork)

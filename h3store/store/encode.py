@@ -53,8 +53,8 @@ def name_of(dtype: torch.dtype) -> str:
         raise UsageError(f"dtype is {dtype!r}; give a torch dtype, such as torch.float32")
     name = str(dtype).removeprefix("torch.")
     if name in _QUANTISED:
-        raise UsageError(f"dtype {dtype} cannot be stored: its tensors are more than their bytes; store int_repr() beside "
-                         "scales and zero points, or dequantize() them")
+        raise UsageError(f"dtype {dtype} cannot be stored: its tensors are more than their bytes; store int_repr() "
+                         "beside scales and zero points, or dequantize() them")
     dtype_info(name)
     return name
 

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from h3store.archive import TensorRecord, Writer, compacted
 from h3store.codec import CHUNK_DTYPE, Spec, choose_spec, default_spec, raw_spec
-from h3store.errors import ReadOnlyError, UsageError
+from h3store.errors import ArchiveError, ReadOnlyError, UsageError
 from h3store.pager import Range
 from h3store.store.base import OpenArchive, locked
 from h3store.store.encode import (
@@ -372,6 +373,9 @@ class Store(OpenArchive):
                 for tiered in self._open.values():
                     tiered.origin = None  # it may hold what was never committed
             self._detach(archive)
+            if not self._ranges and not self._was_forked:  # nobody reads what no commit covers
+                with suppress(ArchiveError):  # whoever writes next cuts it off
+                    archive.cut_tail()
             if not commit:
                 archive.forget()
             archive.close()
