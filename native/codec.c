@@ -122,14 +122,12 @@ static uint32_t encode_planes(h3_codec *codec, const h3_spec *spec, int mode, co
 static size_t pack_exponents(const uint8_t *raw, size_t n, uint32_t elem, uint8_t *nib, uint8_t *rest, uint8_t *low,
                              uint8_t *escapes, unsigned *ref) {
   *ref = h3_exp_max(raw, n, elem);
-  h3_exp_pack(raw, n, elem, *ref, nib, rest, low);
-  size_t count = h3_exp_escapes(raw, n, elem, nib, escapes);
+  size_t count = h3_exp_pack(raw, n, elem, *ref, nib, rest, low, escapes);
   if (count <= n / 64) return count;
   unsigned better = h3_exp_best_ref(raw, n, elem);
   if (better == *ref) return count;
   *ref = better;
-  h3_exp_pack(raw, n, elem, better, nib, rest, low);
-  return h3_exp_escapes(raw, n, elem, nib, escapes);
+  return h3_exp_pack(raw, n, elem, better, nib, rest, low, escapes);
 }
 
 static uint32_t encode_exponents(h3_codec *codec, const h3_spec *spec, const uint8_t *raw, uint32_t bytes,

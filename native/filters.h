@@ -33,12 +33,12 @@ void h3_planes_join(const uint8_t *const planes[8], size_t n, uint32_t elem, int
 unsigned h3_exp_max(const uint8_t *in, size_t n, uint32_t elem);
 /* The reference that leaves the fewest escapes. */
 unsigned h3_exp_best_ref(const uint8_t *in, size_t n, uint32_t elem);
-void h3_exp_pack(const uint8_t *in, size_t n, uint32_t elem, unsigned ref, uint8_t *nib, uint8_t *rest, uint8_t *low);
+/* Also the exponents of escaped elements, in the order of their nibbles in nib (low nibble first); returns how many.
+ * escapes holds n + 2: two are written past the last. */
+size_t h3_exp_pack(const uint8_t *in, size_t n, uint32_t elem, unsigned ref, uint8_t *nib, uint8_t *rest, uint8_t *low,
+                   uint8_t *escapes);
 void h3_exp_unpack(const uint8_t *nib, const uint8_t *rest, const uint8_t *low, size_t n, uint32_t elem, unsigned ref,
                    uint8_t *out);
-/* Exponents of escaped elements, in the order of their nibbles in nib (low nibble first); returns how many. escapes holds
- * n. */
-size_t h3_exp_escapes(const uint8_t *in, size_t n, uint32_t elem, const uint8_t *nib, uint8_t *escapes);
 /* Puts the exponents back; 0 when nib holds exactly n_escapes escapes, else -1. */
 int h3_exp_restore(uint8_t *out, size_t n, uint32_t elem, const uint8_t *nib, const uint8_t *escapes, size_t n_escapes);
 #endif
